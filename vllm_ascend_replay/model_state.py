@@ -1,0 +1,286 @@
+"""`ReplayModelState`: plans, agrees and prepares the replay batch of every step, whatever the host.
+
+The host (a model state of vLLM or vllm-ascend with this mixin) owns ``prepare_attn`` in its version's signature: it
+calls its parent once and then ``self._prepare_replay(...)``. What the mixin asks of a host is `ReplayHost`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed.parallel_state import get_dp_group
+from vllm.forward_context import DPMetadata
+from vllm.logger import init_logger
+
+from vllm_ascend_replay import stats
+from vllm_ascend_replay.agreement import Agreement, agree, alone
+from vllm_ascend_replay.batch import KeptRows, ReplayBatch, ReplayBuffers
+from vllm_ascend_replay.config import ReplaySettings
+from vllm_ascend_replay.plan import (
+    ReplayPlan,
+    bounded_prefills,
+    empty_plan,
+    lowers_into_unwritten,
+    plan_replay,
+)
+from vllm_ascend_replay.tail import ReplayTail
+
+logger = init_logger("vllm.vllm_ascend_replay")
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What ``prepare_attn`` was given for the step."""
+
+    input_batch: Any
+    block_tables: tuple[torch.Tensor, ...]
+    """Per KV cache group ``[R, n]`` int32."""
+    slot_mappings: torch.Tensor
+    """int64 ``[G, T_pad]``."""
+    attn_groups: Any
+    kv_cache_config: Any
+
+
+class ReplayHost(Protocol):
+    """What the core asks of a host."""
+
+    window_align: int
+    """First kept positions must be multiples of this."""
+
+    def is_dummy_batch(self, input_batch: Any) -> bool:
+        """Whether nobody reads this batch's rows (warm-up, an idle rank's share of a step)."""
+
+    def request_keeps_rows(self, new_request: Any) -> bool:
+        """Whether every prompt row of the request is read."""
+
+    def request_replay_start(self, new_request: Any) -> int:
+        """First position that a prefix hit replays on the encoder side; 0: none."""
+
+    def build_replay_batch(self, step: StepInputs, kept: KeptRows, dp_metadata: Any) -> ReplayBatch:
+        """Attention metadata and nested forward contexts for the kept rows."""
+
+
+def keeps_every_row(sampling_params: Any) -> bool:
+    """Whether a request reads the log-probabilities of its prompt's rows (either field, where the version has it)."""
+    return (
+        sampling_params is not None
+        and (
+            getattr(sampling_params, "prompt_logprobs", None) is not None
+            or getattr(sampling_params, "prompt_logprob_token_ids", None) is not None
+        )
+    )
+
+
+class ReplayModelState:
+    """Mixin over a host's model state. Inert until `init_replay` is called."""
+
+    replay_tail: ReplayTail | None = None
+    replay_settings: ReplaySettings
+    replay_buffers: ReplayBuffers | None = None
+
+    # Of the host's model state.
+    vllm_config: VllmConfig
+    device: torch.device
+    max_num_reqs: int
+    max_num_tokens: int
+
+    def init_replay(self, host: ReplayHost, tail: ReplayTail, settings: ReplaySettings, *, window: int) -> None:
+        """Turn decoder replay on for this model state.
+
+        Args:
+            host: usually the model state itself.
+            tail: the model's tail, whose ``batch`` is set every step.
+            settings: validated settings.
+            window: the late layers' sliding window in tokens.
+        """
+        self.replay_host = host
+        self.replay_settings = settings
+        self.replay_window = window
+        self.replay_keep_last = settings.keep_last(window=window, num_late_layers=len(tail.layers) - 1)
+        self.replay_starts_np = np.zeros(self.max_num_reqs, dtype=np.int32)
+        self.replay_keeps_rows_np = np.zeros(self.max_num_reqs, dtype=bool)
+        self.replay_tail = tail
+        self._replay_seen = False
+
+    def track_replay_request(self, req_index: int, new_request: Any) -> None:
+        """Remember what the plan must know of a new (or resumed) request. Call it from ``add_request``."""
+        if self.replay_tail is None:
+            return
+        self.replay_starts_np[req_index] = self.replay_host.request_replay_start(new_request)
+        self.replay_keeps_rows_np[req_index] = self.replay_host.request_keeps_rows(new_request)
+
+    # -- the plan -----------------------------------------------------------------------------------------------
+
+    def plan_step(self, input_batch: Any) -> ReplayPlan:
+        """The step's plan; see `plan.plan_replay`."""
+        n = input_batch.num_reqs
+        at = input_batch.idx_mapping_np[:n]
+        prefilling = input_batch.is_prefilling_np[:n]
+        query = np.diff(input_batch.query_start_loc_np[: n + 1])
+        return plan_replay(
+            # Exact while a request prefills, which is all the plan needs; for decodes the host may only know a bound.
+            num_computed=input_batch.num_computed_prefill_tokens_np[:n],
+            query_lens=query,
+            prefill_lens=input_batch.prefill_len_np[:n],
+            is_prefilling=prefilling,
+            keeps_rows=self.replay_keeps_rows_np[at],
+            # Decodes stand above the hit: nothing is replayed for them.
+            replay_start=np.where(prefilling, self.replay_starts_np[at], 0),
+            window=self.replay_window,
+            keep_last=self.replay_keep_last,
+            policy=self.replay_settings.policy,
+            min_saved=self.replay_settings.min_saved,
+            align=self.replay_host.window_align,
+        )
+
+    def forbids_decode_graph(
+        self, idx_mapping_np: np.ndarray, num_computed_np: np.ndarray, prefill_len_np: np.ndarray
+    ) -> bool:
+        """Whether a batch of one-token rows must not run as a FULL decode graph.
+
+        vLLM lets any prefill row with one new token and a context run as a decode. A FULL graph runs every row
+        through the late layers without their ``kv_start``, which is right for a prompt's tail only.
+        """
+        if self.replay_tail is None or self.replay_settings.policy != "final":
+            return False
+        bounded = bounded_prefills(
+            prefill_lens=prefill_len_np,
+            keeps_rows=self.replay_keeps_rows_np[idx_mapping_np],
+            replay_start=self.replay_starts_np[idx_mapping_np],
+            keep_last=self.replay_keep_last,
+            min_saved=self.replay_settings.min_saved,
+            align=self.replay_host.window_align,
+        )
+        return lowers_into_unwritten(num_computed=num_computed_np, prefill_lens=prefill_len_np, bounded=bounded)
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def _prepare_replay(
+        self,
+        input_batch: Any,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        attn_groups: Any,
+        kv_cache_config: Any,
+        *,
+        for_capture: bool = False,
+    ) -> None:
+        """Set the tail's replay batch for this step, or none. Called once by the host's ``prepare_attn``."""
+        tail = self.replay_tail
+        if tail is None:
+            return
+        tail.batch = None
+        if self.replay_buffers is None:
+            self._allocate_replay_buffers(slot_mappings, input_batch.positions)
+        if for_capture or cudagraph_mode != CUDAGraphMode.NONE:
+            # A graph runs every row; `forbids_decode_graph` keeps bounded prompts out of it.
+            if not self.replay_host.is_dummy_batch(input_batch):
+                self._count_full(input_batch, "model graph")
+            return
+        dummy = self.replay_host.is_dummy_batch(input_batch)
+        ranks = self.vllm_config.parallel_config.data_parallel_size
+        if ranks == 1 and (dummy or not input_batch.has_prefill):
+            if not dummy:
+                self._count_full(input_batch, None)
+            return
+        n = input_batch.num_reqs
+        plan = empty_plan(np.diff(input_batch.query_start_loc_np[: n + 1])) if dummy else self.plan_step(input_batch)
+        agreement = self._agree(plan, ranks)
+        if not agreement.replays:
+            if not dummy:
+                self._count_full(input_batch, "no prompt of the step is bounded" if input_batch.has_prefill else None)
+            return
+        step = StepInputs(input_batch, block_tables, slot_mappings, attn_groups, kv_cache_config)
+        tail.batch = self._build_replay(step, plan, agreement)
+        padded = 0 if agreement.skips else max(1 - plan.num_rows, 0)
+        if not dummy:
+            stats.current().count_replay(int(input_batch.num_tokens), plan.num_rows, padded)
+        if not self._replay_seen:
+            self._replay_seen = True
+            logger.info(
+                "decoder replay is running: this step's replay layers run %d of %d rows",
+                plan.num_rows,
+                input_batch.num_tokens,
+            )
+
+    def _build_replay(self, step: StepInputs, plan: ReplayPlan, agreement: Agreement) -> ReplayBatch:
+        if agreement.skips:
+            return ReplayBatch(kept=None)
+        n = step.input_batch.num_reqs
+        parallel = self.vllm_config.parallel_config
+        num_padded = max(plan.num_rows, 1)
+        dp_metadata = None
+        if parallel.data_parallel_size > 1:
+            dp_metadata = DPMetadata.make(parallel, num_padded, agreement.padded_rows())
+        at = step.input_batch.idx_mapping_np[:n]
+        assert self.replay_buffers is not None
+        kept = self.replay_buffers.fill(
+            plan,
+            query_start_loc=step.input_batch.query_start_loc[: n + 1],
+            positions=step.input_batch.positions,
+            slot_mappings=step.slot_mappings,
+            replay_start=np.where(step.input_batch.is_prefilling_np[:n], self.replay_starts_np[at], 0),
+            num_padded=num_padded,
+        )
+        return self.replay_host.build_replay_batch(step, kept, dp_metadata)
+
+    def _agree(self, plan: ReplayPlan, ranks: int) -> Agreement:
+        if ranks == 1:
+            return alone(plan.needs_replay, plan.num_rows)
+        return agree(
+            plan.needs_replay,
+            plan.num_rows,
+            rank=self.vllm_config.parallel_config.data_parallel_rank,
+            ranks=ranks,
+            all_reduce=lambda posted: dist.all_reduce(posted, group=get_dp_group().cpu_group),
+        )
+
+    def _count_full(self, input_batch: Any, reason: str | None) -> None:
+        stats.current().count_full(int(input_batch.num_tokens), reason if input_batch.has_prefill else None)
+
+    def _allocate_replay_buffers(self, slot_mappings: torch.Tensor, positions: torch.Tensor) -> None:
+        """Make the buffers and compile the kernels on them: the first (start-up, dummy) batch does it."""
+        self.replay_buffers = buffers = ReplayBuffers(
+            self.max_num_reqs, self.max_num_tokens, slot_mappings.shape[0], self.device
+        )
+        buffers.warm_up(slot_mappings, positions)
+
+
+def forbid_bounded_decode_graphs(runner_cls: type) -> None:
+    """Make a model runner ask `ReplayModelState.forbids_decode_graph` before it may pick a FULL decode graph.
+
+    On vLLM >= 0.32 the runner settles the batch's graph before any hook of the model state runs, so its
+    ``gather_batch_req_state`` is wrapped. Runners without that method (0.30) send no prefill row to decode graphs.
+    """
+    real = getattr(runner_cls, "gather_batch_req_state", None)
+    if real is None or getattr(real, "guards_bounded_prefills", False):
+        return
+
+    @functools.wraps(real)
+    def gather_batch_req_state(self: Any, scheduler_output: Any, dummy_run: bool) -> tuple[Any, int | None]:
+        batch, uniform = real(self, scheduler_output, dummy_run)
+        state = getattr(self, "model_state", None)
+        if (
+            batch is not None
+            and batch.has_prefill
+            and batch.decode_graph_eligible
+            and isinstance(state, ReplayModelState)
+        ):
+            prefilling = batch.is_prefilling_np
+            if state.forbids_decode_graph(
+                batch.idx_mapping_np[prefilling],
+                batch.num_computed_prefill_tokens_np[prefilling],
+                batch.prefill_len_np[prefilling],
+            ):
+                return replace(batch, decode_graph_eligible=False), None
+        return batch, uniform
+
+    gather_batch_req_state.guards_bounded_prefills = True  # type: ignore[attr-defined]
+    runner_cls.gather_batch_req_state = gather_batch_req_state  # type: ignore[attr-defined]
