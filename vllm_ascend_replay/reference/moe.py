@@ -1,0 +1,90 @@
+"""Mixture of experts with a shared expert, and the exchange over the data-parallel group that a real one does."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from vllm.distributed.parallel_state import get_dp_group
+from vllm.forward_context import DPMetadata, get_forward_context
+
+from vllm_ascend_replay.reference.config import ReferenceConfig
+from vllm_ascend_replay.reference.selection import row_slices
+from vllm_ascend_replay.reference.weights import SeededWeights, accumulation_dtype
+
+
+def exchange_rows(x: torch.Tensor, metadata: DPMetadata) -> None:
+    """Send every rank of the data-parallel group the number and the sums of this rank's rows.
+
+    The experts here are replicated, so nothing is needed from the others; but a real MoE layer exchanges rows in
+    shapes that the metadata settles, and ranks that disagree about how many layers run, or on how many rows, must
+    fail here as they would there.
+
+    Args:
+        x: ``[T, H]``, the rows that this rank runs.
+        metadata: the running forward's.
+
+    Raises:
+        RuntimeError: ``T`` is not what the metadata says of this rank or, on a CPU, another rank's rows are not what
+            it says of that one.
+    """
+    group = get_dp_group()
+    told = metadata.num_tokens_across_dp_cpu
+    rank, num_rows = group.rank_in_group, x.shape[0]
+    if int(told[rank]) != num_rows:
+        raise RuntimeError(f"MoE on rank {rank} of {told.numel()} runs {num_rows} rows; its metadata says {told.tolist()}")
+    sent = x.new_zeros(int(told.max()) + 1, dtype=torch.float32)
+    sent[0] = num_rows
+    sent[1 : num_rows + 1] = x.float().sum(-1)
+    received = sent.new_empty((told.numel(), sent.numel()))
+    dist.all_gather_into_tensor(received, sent, group=group.device_group)
+    if x.device.type == "cpu" and (counts := received[:, 0].long().tolist()) != told.tolist():
+        raise RuntimeError(f"MoE ranks run {counts} rows; the metadata of rank {rank} says {told.tolist()}")
+
+
+class MoE(SeededWeights):
+    """Routed experts plus one shared expert, which every row uses with weight 1::
+
+        s = sqrt(softplus(gate(x)));  top-k of s + bias;  weights s / sum(s) * routed_scaling_factor
+        expert(x) = w2(silu(min(w1 x, limit)) * clamp(w3 x, +-limit))
+    """
+
+    def __init__(self, config: ReferenceConfig, layer: int, *, dtype: torch.dtype, exchange: bool) -> None:
+        super().__init__(name=f"{layer}.moe", seed=config.weight_seed, dtype=dtype)
+        acc, hidden, inner = accumulation_dtype(dtype), config.hidden_size, config.moe_intermediate_size
+        self.k, self.factor, self.limit = config.num_experts_per_tok, config.routed_scaling_factor, config.swiglu_limit
+        self.exchange = exchange
+        self.weight("gate", config.num_experts, hidden, dtype=acc)
+        self.weight("gate_bias", config.num_experts, scale=0.1, dtype=acc)
+        experts = config.num_experts + 1  # the last one is the shared expert
+        self.weight("w1", experts, inner, hidden)
+        self.weight("w3", experts, inner, hidden)
+        self.weight("w2", experts, hidden, inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            x: ``[T, H]``.
+
+        Returns:
+            ``[T, H]``.
+        """
+        metadata = get_forward_context().dp_metadata
+        if self.exchange and metadata is not None:
+            exchange_rows(x, metadata)
+        out = torch.empty_like(x)
+        for part in row_slices(x.shape[0], self.w1.shape[0] * max(self.w1.shape[1:])):
+            out[part] = self._experts(x[part])
+        return out
+
+    def _experts(self, x: torch.Tensor) -> torch.Tensor:
+        acc = accumulation_dtype(self.dtype)
+        scores = functional.softplus(functional.linear(x.to(acc), self.gate)).sqrt()
+        chosen = (scores + self.gate_bias).topk(self.k, -1).indices
+        weights = scores.gather(1, chosen)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.factor
+        weights = functional.pad(torch.zeros_like(scores).scatter(1, chosen, weights), (0, 1), value=1.0)
+        gate = torch.einsum("eih,th->tei", self.w1, x).clamp(max=self.limit)
+        up = torch.einsum("eih,th->tei", self.w3, x).clamp(-self.limit, self.limit)
+        y = torch.einsum("ehi,tei->teh", self.w2, functional.silu(gate) * up)
+        return torch.einsum("te,teh->th", weights, y.to(acc)).to(x.dtype)
