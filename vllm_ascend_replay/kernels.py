@@ -1,73 +1,267 @@
 """Triton kernels and their launchers: gather the replay batch, gather the states, scatter the results, pad slots.
 
-Row ``r`` of a step belongs to a request; ``query_start_loc`` (device, int32 ``[R + 1]``) holds the request
+Row ``t`` of a step belongs to a request; ``query_start_loc`` (device, int32 ``[R + 1]``) holds the request
 boundaries and is authoritative. ``dropped_before`` (int32 ``[R + 1]``) counts the rows that the replay batch leaves
 out before each boundary, so boundary ``b`` of the step is row ``query_start_loc[b] - dropped_before[b]`` of the
-replay batch. A request keeps its **last** rows.
+replay batch. A request keeps its **last** rows, so its kept row ``k`` is row ``k + dropped_before[r + 1]`` of the
+step: kept rows are contiguous runs, and every kernel here copies runs.
+
+The kernels run on Ascend and NVIDIA GPUs from one source; only the launch parameters differ. What Ascend needs, and
+a GPU does not mind, is explained in ``docs/kernels.md``: one-dimensional grids no larger than the core count, masks
+made of ``arange`` against a bound and of nothing loaded, contiguous copies, int32 arithmetic, and work cut so that
+no two programs write into the same 32 bytes. Results never depend on the launch parameters.
+
+Every argument that changes from step to step, pointers included, is exempt from specialisation: slices of a buffer
+start at any address, and a kernel that compiles while serving stops every request for seconds. `warm_up` compiles
+all that a configuration can ever launch.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from vllm.triton_utils import tl, triton
+import triton
+import triton.language as tl
 
 PAD_SLOT = -1
 """Slot of a row that writes no KV (vLLM's PAD_SLOT_ID)."""
 PAD_ROW = -1
 """Step row of a padding row of the replay batch."""
 
-_BLOCK = 1024
+_MAX_GATHERED = 8
+"""Tensors that one launch of the state gather moves; more take another launch."""
+_MAX_SCATTERED = 4
+"""Tensors that one launch of the scatter moves: the final hidden states and three aux states."""
+
+# 32 bytes: programs own whole lines of this size, because Ascend may lose neighbouring smaller stores of two cores.
+_LINE = tl.constexpr(8)
+# Elements of the tile for tensors that are narrow next to the states, such as positions.
+_SMALL = tl.constexpr(64)
 
 
-@triton.jit(do_not_specialize=["num_kept_reqs", "num_reqs", "num_padded", "slot_stride", "kept_slot_stride"])
+@dataclass(frozen=True)
+class Tuning:
+    """How launches are cut for one kind of device. Speed depends on it, results do not."""
+
+    programs_per_core: int
+    """Programs of a full grid for each core."""
+    table_block: int
+    """Rows of positions and slots copied at a time."""
+    tile_bytes: int
+    """Bytes of a state copied at a time."""
+    gather_rows: int
+    """Rows that a program of the state gather treats at a time."""
+    gather_parts: int
+    """Programs that share those rows' elements."""
+    scatter_rows: int
+    scatter_parts: int
+    options: tuple[tuple[str, int], ...] = ()
+    """Compiler options of the launch. triton-ascend warns about options that it does not know, so it gets none."""
+
+
+_TUNING = {
+    # Few cores with 192 KiB of local memory each: long runs, whole tiles, double buffering by the compiler.
+    "npu": Tuning(
+        1, table_block=512, tile_bytes=16384, gather_rows=8, gather_parts=4, scatter_rows=16, scatter_parts=1
+    ),
+    # Thousands of small programs hide the latency; a tile is 16 bytes for each thread, four times.
+    "cuda": Tuning(
+        16,
+        table_block=128,
+        tile_bytes=8192,
+        gather_rows=1,
+        gather_parts=5,
+        scatter_rows=4,
+        scatter_parts=1,
+        options=(("num_warps", 4),),
+    ),
+    # Triton's interpreter runs programs one after the other, so each should do much.
+    "cpu": Tuning(
+        2, table_block=512, tile_bytes=65536, gather_rows=256, gather_parts=1, scatter_rows=256, scatter_parts=1
+    ),
+}
+
+_num_programs: dict[str, int] = {}
+
+
+def tuning(device: torch.device) -> Tuning:
+    """Launch parameters for a device; kinds that were never measured get the GPU's."""
+    return _TUNING.get(device.type, _TUNING["cuda"])
+
+
+def num_programs(device: torch.device) -> int:
+    """Largest grid on a device: what `set_num_programs` was given, or cores times programs per core."""
+    handed_in = _num_programs.get(device.type)
+    return handed_in if handed_in else tuning(device).programs_per_core * _num_cores(device)
+
+
+def set_num_programs(device_type: str, count: int) -> None:
+    """Bound the grids on a kind of device.
+
+    Args:
+        device_type: ``torch.device.type``, such as ``npu``.
+        count: programs of a full grid, ``1 <= count <= 65535``. On Ascend: the number of vector cores.
+
+    Raises:
+        ValueError: ``count`` is out of range.
+    """
+    if not 1 <= count <= 65535:
+        raise ValueError(f"num_programs must be in [1, 65535], got {count}")
+    _num_programs[device_type] = count
+
+
+@functools.cache
+def _num_cores(device: torch.device) -> int:
+    """Cores as the device's Triton driver counts them."""
+    if device.type == "cpu":
+        return 1
+    index = device.index if device.index is not None else torch.accelerator.current_device_index()
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    for name in ("num_vectorcore", "multiprocessor_count"):
+        if name in properties:
+            return int(properties[name])
+    raise RuntimeError(
+        f"Triton's driver names no core count for {device} ({sorted(properties)}); "
+        "hand the number of programs in with set_num_programs"
+    )
+
+
+# -- where rows lie -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _boundary(query_start_loc_ptr, dropped_before_ptr, b, COMPACT: tl.constexpr):
+    """Boundary ``b`` in rows of the replay batch (``COMPACT``) or of the step."""
+    row = tl.load(query_start_loc_ptr + b)
+    if COMPACT:
+        row -= tl.load(dropped_before_ptr + b)
+    return row
+
+
+@triton.jit
+def _request_span(query_start_loc_ptr, dropped_before_ptr, low, high, num_reqs, search_steps, COMPACT: tl.constexpr):
+    """Requests that may own rows of ``[low, high)``: the first and one past the last.
+
+    Both are found in one binary search, because each of its steps waits for a load.
+    """
+    first = num_reqs * 0
+    last = num_reqs * 0
+    for i in range(search_steps):
+        stride = 1 << (search_steps - 1 - i)
+        # Invariant: requests [0, first) end at or before `low`, requests [0, last) before `high`.
+        probe = first + stride
+        end = _boundary(query_start_loc_ptr, dropped_before_ptr, tl.minimum(probe, num_reqs), COMPACT)
+        first = tl.where((probe <= num_reqs) & (end <= low), probe, first)
+        probe = last + stride
+        end = _boundary(query_start_loc_ptr, dropped_before_ptr, tl.minimum(probe, num_reqs), COMPACT)
+        last = tl.where((probe <= num_reqs) & (end < high), probe, last)
+    return first, tl.minimum(last + 1, num_reqs)
+
+
+@triton.jit
+def _own_rows(num_rows):
+    """This program's share of ``num_rows`` table rows, cut at multiples of `_LINE`."""
+    share = tl.cdiv(tl.cdiv(num_rows, tl.num_programs(0)), _LINE) * _LINE
+    low = tl.minimum(tl.program_id(0) * share, num_rows)
+    return low, tl.minimum(low + share, num_rows)
+
+
+def _search_steps(num_reqs: int) -> int:
+    return num_reqs.bit_length()
+
+
+def _table_grid(num_rows: int, device: torch.device) -> tuple[int]:
+    return (max(1, min(triton.cdiv(num_rows, _LINE.value), num_programs(device))),)
+
+
+# -- the replay batch -----------------------------------------------------------------------------------------------
+
+_GATHER_BATCH_ARGS = (
+    "query_start_loc_ptr",
+    "dropped_before_ptr",
+    "requests_ptr",
+    "kv_start_ptr",
+    "positions_ptr",
+    "slots_ptr",
+    "slot_stride",
+    "rows_ptr",
+    "boundaries_ptr",
+    "kept_kv_start_ptr",
+    "kept_positions_ptr",
+    "kept_slots_ptr",
+    "kept_slot_stride",
+    "num_reqs",
+    "num_kept_reqs",
+    "num_padded",
+    "search_steps",
+)
+
+
+@triton.jit(do_not_specialize=_GATHER_BATCH_ARGS)
 def _gather_batch_kernel(
     query_start_loc_ptr,
     dropped_before_ptr,
-    request_ptr,
+    requests_ptr,
+    kv_start_ptr,
     positions_ptr,
     slots_ptr,
     slot_stride,
     rows_ptr,
     boundaries_ptr,
+    kept_kv_start_ptr,
     kept_positions_ptr,
     kept_slots_ptr,
     kept_slot_stride,
-    num_kept_reqs,
     num_reqs,
+    num_kept_reqs,
     num_padded,
+    search_steps,
     GROUPS: tl.constexpr,
+    KV_START: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # Per-request outputs, a line of them at a time.
+    few = tl.arange(0, _LINE)
+    for i in range(tl.program_id(0) * _LINE, num_kept_reqs + 1, tl.num_programs(0) * _LINE):
+        line = tl.zeros((_LINE,), tl.int32)
+        for j in tl.static_range(_LINE):
+            request = tl.load(requests_ptr + tl.minimum(i + j, tl.maximum(num_kept_reqs - 1, 0)))
+            request = tl.where(i + j < num_kept_reqs, request, num_reqs)
+            begin = _boundary(query_start_loc_ptr, dropped_before_ptr, request, True)
+            line = tl.where(few == j, begin, line)
+        tl.store(boundaries_ptr + i + few, line, mask=few < num_kept_reqs + 1 - i)
+        if KV_START:
+            real = few < num_kept_reqs - i
+            tl.store(kept_kv_start_ptr + i + few, tl.load(kv_start_ptr + i + few, mask=real), mask=real)
+
     lane = tl.arange(0, BLOCK)
-    pid = tl.program_id(0)
-    total = tl.load(query_start_loc_ptr + num_reqs) - tl.load(dropped_before_ptr + num_reqs)
-    for r in range(pid, num_kept_reqs, tl.num_programs(0)):
-        req = tl.load(request_ptr + r)
-        end = tl.load(query_start_loc_ptr + req + 1)
-        kept_begin = tl.load(query_start_loc_ptr + req) - tl.load(dropped_before_ptr + req)
-        kept_end = end - tl.load(dropped_before_ptr + req + 1)
-        tl.store(boundaries_ptr + r, kept_begin)
-        count = kept_end - kept_begin
-        first = end - count
-        for t in range(0, count, BLOCK):
-            ok = lane < count - t
-            tl.store(rows_ptr + kept_begin + t + lane, (first + t + lane).to(tl.int64), mask=ok)
-            position = tl.load(positions_ptr + first + t + lane, mask=ok)
-            tl.store(kept_positions_ptr + kept_begin + t + lane, position, mask=ok)
+    low, high = _own_rows(num_padded)
+    first, last = _request_span(query_start_loc_ptr, dropped_before_ptr, low, high, num_reqs, search_steps, True)
+    for r in range(first, last):
+        begin = tl.maximum(_boundary(query_start_loc_ptr, dropped_before_ptr, r, True), low)
+        end = tl.minimum(_boundary(query_start_loc_ptr, dropped_before_ptr, r + 1, True), high)
+        shift = tl.load(dropped_before_ptr + r + 1)
+        for t in range(begin, end, BLOCK):
+            live = lane < end - t
+            tl.store(rows_ptr + t + lane, (t + shift + lane).to(tl.int64), mask=live)
+            position = tl.load(positions_ptr + t + shift + lane, mask=live)
+            tl.store(kept_positions_ptr + t + lane, position, mask=live)
             for g in tl.static_range(GROUPS):
-                slot = tl.load(slots_ptr + g * slot_stride + first + t + lane, mask=ok)
-                tl.store(kept_slots_ptr + g * kept_slot_stride + kept_begin + t + lane, slot, mask=ok)
-    if pid == 0:
-        tl.store(boundaries_ptr + num_kept_reqs, total)
-        for t in range(total, num_padded, BLOCK):
-            ok = lane < num_padded - t
-            pad = tl.full((BLOCK,), -1, tl.int64)
-            tl.store(rows_ptr + t + lane, pad, mask=ok)
-            tl.store(kept_positions_ptr + t + lane, tl.zeros((BLOCK,), tl.int64), mask=ok)
-            for g in tl.static_range(GROUPS):
-                tl.store(kept_slots_ptr + g * kept_slot_stride + t + lane, pad, mask=ok)
+                slot = tl.load(slots_ptr + g * slot_stride + t + shift + lane, mask=live)
+                tl.store(kept_slots_ptr + g * kept_slot_stride + t + lane, slot, mask=live)
+
+    total = _boundary(query_start_loc_ptr, dropped_before_ptr, num_reqs, True)
+    minus_one = tl.full((BLOCK,), -1, tl.int64)  # PAD_ROW and PAD_SLOT
+    for t in range(tl.maximum(low, total), high, BLOCK):
+        live = lane < high - t
+        tl.store(rows_ptr + t + lane, minus_one, mask=live)
+        tl.store(kept_positions_ptr + t + lane, tl.zeros((BLOCK,), tl.int64), mask=live)
+        for g in tl.static_range(GROUPS):
+            tl.store(kept_slots_ptr + g * kept_slot_stride + t + lane, minus_one, mask=live)
 
 
 def gather_batch(
@@ -82,60 +276,329 @@ def gather_batch(
     kept_positions: torch.Tensor,
     kept_slot_mappings: torch.Tensor,
     num_padded: int,
+    kv_start: torch.Tensor | None = None,
+    kept_kv_start: torch.Tensor | None = None,
 ) -> None:
-    """Fill the replay batch's row table, boundaries, positions and slot mappings in one launch.
+    """Fill the replay batch's row table, boundaries, positions, slot mappings and KV starts in one launch.
+
+    The device's boundaries decide. Where they leave fewer kept rows than ``num_padded``, the rest is padding; where
+    they leave more, the rows from ``num_padded`` on are not written.
 
     Args:
-        query_start_loc: int32 ``[R + 1]``, device boundaries of the step.
-        dropped_before: int32 ``[R + 1]``, rows left out before each boundary.
-        requests: int32 ``[R']``, ascending indices of the requests with kept rows, ``R' >= 1``.
+        query_start_loc: int32 ``[R + 1]``, device boundaries of the step, not decreasing.
+        dropped_before: int32 ``[R + 1]``, rows left out before each boundary; at most a request's rows for each.
+        requests: int32 ``[R']``, ascending indices of the requests with kept rows; ``R' = 0`` gives only padding.
         positions: int64 ``[>= T]``.
-        slot_mappings: int64 ``[G, >= T]``, last dimension contiguous.
+        slot_mappings: int64 ``[G, >= T]``, last dimension contiguous, ``G >= 1``.
         rows: out, int64 ``[>= num_padded]``; ``PAD_ROW`` from the last kept row to ``num_padded``.
-        boundaries: out, int32 ``[>= R' + 1]``.
+        boundaries: out, int32 ``[>= R' + 1]``; the last one is the number of kept rows.
         kept_positions: out, int64 ``[>= num_padded]``; 0 on padding rows.
         kept_slot_mappings: out, int64 ``[G, >= num_padded]``; ``PAD_SLOT`` on padding rows.
-        num_padded: rows to fill, at least the kept rows.
+        num_padded: rows to fill; 0 launches nothing and writes nothing.
+        kv_start: int32 ``[R']``, first position of which a kept request's late layers hold window KV.
+        kept_kv_start: out, int32 ``[>= R']``; given if ``kv_start`` is.
 
-    No output may alias an input or another output.
+    No output may alias an input or another output. For Ascend, outputs and their group stride are multiples of 32
+    bytes, so that no two cores write into one line; any allocation of whole buffers is.
+
+    Raises:
+        ValueError: only one of ``kv_start`` and ``kept_kv_start`` was given.
     """
+    if (kv_start is None) != (kept_kv_start is None):
+        raise ValueError("kv_start and kept_kv_start go together")
     if num_padded == 0:
         return
-    count = requests.numel()
-    _gather_batch_kernel[(count,)](
+    num_kept_reqs = requests.numel()
+    num_reqs = query_start_loc.numel() - 1
+    cut = tuning(rows.device)
+    _gather_batch_kernel[_table_grid(num_padded, rows.device)](
         query_start_loc,
         dropped_before,
-        requests,
+        # The kernel reads one request even if there is none.
+        requests if num_kept_reqs else query_start_loc,
+        kv_start,
         positions,
         slot_mappings,
         slot_mappings.stride(0),
         rows,
         boundaries,
+        kept_kv_start,
         kept_positions,
         kept_slot_mappings,
         kept_slot_mappings.stride(0),
-        count,
-        query_start_loc.numel() - 1,
+        num_reqs,
+        num_kept_reqs,
         num_padded,
+        _search_steps(num_reqs),
         GROUPS=slot_mappings.shape[0],
-        BLOCK=_BLOCK,
+        KV_START=kv_start is not None,
+        BLOCK=cut.table_block,
+        **dict(cut.options),
     )
 
 
+# -- runs of rows ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _copy_rows(
+    source_ptr,
+    target_ptr,
+    source_row,
+    target_row,
+    count,
+    part,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Copy this part of ``count <= ROWS`` consecutive rows of ``WIDTH`` elements; 0: there is no such tensor."""
+    if WIDTH > 0:
+        BITS: tl.constexpr = target_ptr.dtype.element_ty.primitive_bitwidth
+        BLOCK: tl.constexpr = _SMALL if ROWS * WIDTH <= _SMALL else 8 * TILE_BYTES // BITS
+        source = source_ptr + tl.cast(source_row, tl.int64) * WIDTH
+        target = target_ptr + tl.cast(target_row, tl.int64) * WIDTH
+        if ALIGNED and (WIDTH * BITS) % 128 == 0:
+            source = tl.multiple_of(source, 16)
+            target = tl.multiple_of(target, 16)
+        lane = tl.arange(0, BLOCK)
+        size = count * WIDTH
+        for c in range(part * BLOCK, size, PARTS * BLOCK):
+            live = lane < size - c
+            tl.store(target + c + lane, tl.load(source + c + lane, mask=live), mask=live)
+
+
+@triton.jit
+def _zero_rows(
+    target_ptr,
+    target_row,
+    count,
+    part,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    if WIDTH > 0:
+        BITS: tl.constexpr = target_ptr.dtype.element_ty.primitive_bitwidth
+        BLOCK: tl.constexpr = _SMALL if ROWS * WIDTH <= _SMALL else 8 * TILE_BYTES // BITS
+        target = target_ptr + tl.cast(target_row, tl.int64) * WIDTH
+        if ALIGNED and (WIDTH * BITS) % 128 == 0:
+            target = tl.multiple_of(target, 16)
+        lane = tl.arange(0, BLOCK)
+        zeros = tl.zeros((BLOCK,), target_ptr.dtype.element_ty)
+        size = count * WIDTH
+        for c in range(part * BLOCK, size, PARTS * BLOCK):
+            tl.store(target + c + lane, zeros, mask=lane < size - c)
+
+
+def _as_rows(tensors: Sequence[torch.Tensor], name: str) -> tuple[list[torch.Tensor], list[int]]:
+    """The tensors with a dtype that every Triton moves, and the elements of a row of each."""
+    moved, widths = [], []
+    for i, tensor in enumerate(tensors):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}[{i}] must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}")
+        # Bits are moved, not values; one-byte types (bool, fp8) differ between Triton's backends, bytes do not.
+        moved.append(tensor.view(torch.int8) if tensor.element_size() == 1 else tensor)
+        widths.append(math.prod(tensor.shape[1:]))
+    return moved, widths
+
+
+def _aligned(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether 16-byte accesses may start at every tensor. Only GPUs care; Ascend needs no second variant."""
+    return tensors[0].device.type == "cuda" and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def _fill_up(values: list, count: int, filler: object) -> list:
+    return values + [filler] * (count - len(values))
+
+
+_GATHER_STATES_ARGS = (
+    "rows_ptr",
+    "num_rows",
+    *(f"source{i}_ptr" for i in range(_MAX_GATHERED)),
+    *(f"target{i}_ptr" for i in range(_MAX_GATHERED)),
+)
+
+
+@triton.jit(do_not_specialize=_GATHER_STATES_ARGS)
+def _gather_states_kernel(
+    rows_ptr,
+    num_rows,
+    source0_ptr,
+    source1_ptr,
+    source2_ptr,
+    source3_ptr,
+    source4_ptr,
+    source5_ptr,
+    source6_ptr,
+    source7_ptr,
+    target0_ptr,
+    target1_ptr,
+    target2_ptr,
+    target3_ptr,
+    target4_ptr,
+    target5_ptr,
+    target6_ptr,
+    target7_ptr,
+    W0: tl.constexpr,
+    W1: tl.constexpr,
+    W2: tl.constexpr,
+    W3: tl.constexpr,
+    W4: tl.constexpr,
+    W5: tl.constexpr,
+    W6: tl.constexpr,
+    W7: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    for item in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * PARTS, tl.num_programs(0)):
+        part = item % PARTS
+        low = item // PARTS * ROWS
+        count = tl.minimum(num_rows - low, ROWS)
+        # Kept rows are mostly one run, as padding rows are; then the block moves at once, else row by row.
+        first = tl.load(rows_ptr + low)
+        stride = tl.where(first >= 0, 1, 0)
+        breaks = count * 0
+        for i in range(1, count):
+            breaks += tl.where(tl.load(rows_ptr + low + i) == first + i * stride, 0, 1)
+        run = tl.where(breaks == 0, count, 1)
+        for i in range(0, count, run):
+            row = tl.load(rows_ptr + low + i)
+            at = low + i
+            if row >= 0:
+                _copy_rows(source0_ptr, target0_ptr, row, at, run, part, W0, ROWS, PARTS, TILE, ALIGNED)
+                _copy_rows(source1_ptr, target1_ptr, row, at, run, part, W1, ROWS, PARTS, TILE, ALIGNED)
+                _copy_rows(source2_ptr, target2_ptr, row, at, run, part, W2, ROWS, PARTS, TILE, ALIGNED)
+                _copy_rows(source3_ptr, target3_ptr, row, at, run, part, W3, ROWS, PARTS, TILE, ALIGNED)
+                _copy_rows(source4_ptr, target4_ptr, row, at, run, part, W4, ROWS, PARTS, TILE, ALIGNED)
+                _copy_rows(source5_ptr, target5_ptr, row, at, run, part, W5, ROWS, PARTS, TILE, ALIGNED)
+                _copy_rows(source6_ptr, target6_ptr, row, at, run, part, W6, ROWS, PARTS, TILE, ALIGNED)
+                _copy_rows(source7_ptr, target7_ptr, row, at, run, part, W7, ROWS, PARTS, TILE, ALIGNED)
+            else:
+                _zero_rows(target0_ptr, at, run, part, W0, ROWS, PARTS, TILE, ALIGNED)
+                _zero_rows(target1_ptr, at, run, part, W1, ROWS, PARTS, TILE, ALIGNED)
+                _zero_rows(target2_ptr, at, run, part, W2, ROWS, PARTS, TILE, ALIGNED)
+                _zero_rows(target3_ptr, at, run, part, W3, ROWS, PARTS, TILE, ALIGNED)
+                _zero_rows(target4_ptr, at, run, part, W4, ROWS, PARTS, TILE, ALIGNED)
+                _zero_rows(target5_ptr, at, run, part, W5, ROWS, PARTS, TILE, ALIGNED)
+                _zero_rows(target6_ptr, at, run, part, W6, ROWS, PARTS, TILE, ALIGNED)
+                _zero_rows(target7_ptr, at, run, part, W7, ROWS, PARTS, TILE, ALIGNED)
+
+
 def gather_states(rows: torch.Tensor, states: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
-    """``out[i][k] = states[i][rows[k]]``, zeros where ``rows[k]`` is ``PAD_ROW``.
+    """``out[i][k] = states[i][rows[k]]``, zeros where ``rows[k]`` is ``PAD_ROW``; one launch for eight tensors.
 
     Args:
-        rows: int64 ``[K]``.
+        rows: int64 ``[K]``, each a row of the states or ``PAD_ROW``, in any order; runs of consecutive rows, and of
+            padding, are fast. ``K == 0`` launches nothing.
         states: tensors ``[T, ...]``, contiguous, of any dtype.
-        out: tensors ``[>= K, ...]``, contiguous, same dtypes and row shapes; all ``K`` rows are written.
+        out: tensors ``[>= K, ...]``, contiguous, same dtypes and row shapes; rows ``[0, K)`` are written, each
+            element once.
+
+    No output may alias an input or another output.
+
+    Raises:
+        ValueError: a tensor is not contiguous, or ``states`` and ``out`` do not match.
     """
-    real = rows >= 0
-    at = rows.clamp_min(0)
-    for source, target in zip(states, out):
-        picked = source.index_select(0, at)
-        keep = real.view(-1, *[1] * (source.dim() - 1))
-        torch.where(keep, picked, torch.zeros_like(picked), out=target[: len(rows)])
+    _check_pairs(states, out)
+    num_rows = rows.numel()
+    if num_rows == 0:
+        return
+    cut = tuning(rows.device)
+    sources, widths = _as_rows(states, "states")
+    targets, _ = _as_rows(out, "out")
+    items = triton.cdiv(num_rows, cut.gather_rows) * cut.gather_parts
+    grid = (min(items, num_programs(rows.device)),)
+    for at in range(0, len(sources), _MAX_GATHERED):
+        some = slice(at, at + _MAX_GATHERED)
+        _gather_states_kernel[grid](
+            rows,
+            num_rows,
+            *_fill_up(sources[some], _MAX_GATHERED, None),
+            *_fill_up(targets[some], _MAX_GATHERED, None),
+            *_fill_up(widths[some], _MAX_GATHERED, 0),
+            ROWS=cut.gather_rows,
+            PARTS=cut.gather_parts,
+            TILE=cut.tile_bytes,
+            ALIGNED=_aligned([*sources[some], *targets[some]]),
+            **dict(cut.options),
+        )
+
+
+_SCATTER_ROWS_ARGS = (
+    "query_start_loc_ptr",
+    "dropped_before_ptr",
+    "num_reqs",
+    "num_rows",
+    "num_values",
+    "search_steps",
+    *(f"source{i}_ptr" for i in range(_MAX_SCATTERED)),
+    *(f"target{i}_ptr" for i in range(_MAX_SCATTERED)),
+)
+
+
+@triton.jit(do_not_specialize=_SCATTER_ROWS_ARGS)
+def _scatter_rows_kernel(
+    query_start_loc_ptr,
+    dropped_before_ptr,
+    num_reqs,
+    num_rows,
+    num_values,
+    search_steps,
+    source0_ptr,
+    source1_ptr,
+    source2_ptr,
+    source3_ptr,
+    target0_ptr,
+    target1_ptr,
+    target2_ptr,
+    target3_ptr,
+    W0: tl.constexpr,
+    W1: tl.constexpr,
+    W2: tl.constexpr,
+    W3: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    for item in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * PARTS, tl.num_programs(0)):
+        part = item % PARTS
+        low = item // PARTS * ROWS
+        high = tl.minimum(low + ROWS, num_rows)
+        first, last = _request_span(query_start_loc_ptr, dropped_before_ptr, low, high, num_reqs, search_steps, False)
+        # Kept runs are copied and the gaps between them, and behind the last boundary, are zeroed.
+        done = low
+        for r in range(first, last):
+            begin = tl.load(query_start_loc_ptr + r)
+            end = tl.load(query_start_loc_ptr + r + 1)
+            shift = tl.load(dropped_before_ptr + r + 1)
+            kept = begin + shift - tl.load(dropped_before_ptr + r)
+            kept = tl.minimum(tl.maximum(kept, low), high)
+            # The device may keep more rows than there are values; those rows are zero.
+            end = tl.maximum(tl.minimum(tl.minimum(end, shift + num_values), high), kept)
+            gap = kept - done
+            _zero_rows(target0_ptr, done, gap, part, W0, ROWS, PARTS, TILE, ALIGNED)
+            _zero_rows(target1_ptr, done, gap, part, W1, ROWS, PARTS, TILE, ALIGNED)
+            _zero_rows(target2_ptr, done, gap, part, W2, ROWS, PARTS, TILE, ALIGNED)
+            _zero_rows(target3_ptr, done, gap, part, W3, ROWS, PARTS, TILE, ALIGNED)
+            run = end - kept
+            _copy_rows(source0_ptr, target0_ptr, kept - shift, kept, run, part, W0, ROWS, PARTS, TILE, ALIGNED)
+            _copy_rows(source1_ptr, target1_ptr, kept - shift, kept, run, part, W1, ROWS, PARTS, TILE, ALIGNED)
+            _copy_rows(source2_ptr, target2_ptr, kept - shift, kept, run, part, W2, ROWS, PARTS, TILE, ALIGNED)
+            _copy_rows(source3_ptr, target3_ptr, kept - shift, kept, run, part, W3, ROWS, PARTS, TILE, ALIGNED)
+            done = end
+        gap = high - done
+        _zero_rows(target0_ptr, done, gap, part, W0, ROWS, PARTS, TILE, ALIGNED)
+        _zero_rows(target1_ptr, done, gap, part, W1, ROWS, PARTS, TILE, ALIGNED)
+        _zero_rows(target2_ptr, done, gap, part, W2, ROWS, PARTS, TILE, ALIGNED)
+        _zero_rows(target3_ptr, done, gap, part, W3, ROWS, PARTS, TILE, ALIGNED)
 
 
 def scatter_rows(
@@ -144,24 +607,82 @@ def scatter_rows(
     *,
     query_start_loc: torch.Tensor,
     dropped_before: torch.Tensor,
-    rows: torch.Tensor,
+    rows: torch.Tensor | None = None,
 ) -> None:
     """Scatter compact rows into whole-step tensors and zero every other row, each element written once.
 
+    One launch for four tensors. Rows of the step that no request owns (from ``query_start_loc[R]`` to ``T``) are
+    zero, and so is a kept row for which there is no value.
+
     Args:
-        values: tensors ``[>= K, H]``: final hidden states, then aux states.
-        out: tensors ``[T, H]``, same dtypes.
-        query_start_loc: int32 ``[R + 1]``, device boundaries of the step.
-        dropped_before: int32 ``[R + 1]``.
-        rows: int64 ``[>= K]``, step row of each compact row, ``PAD_ROW`` on padding.
+        values: tensors ``[>= K, ...]``, contiguous: final hidden states, then aux states.
+        out: tensors ``[T, ...]``, contiguous, same dtypes and row shapes. ``T == 0`` launches nothing.
+        query_start_loc: int32 ``[R + 1]``, device boundaries of the step, not decreasing.
+        dropped_before: int32 ``[R + 1]``, rows left out before each boundary.
+        rows: not needed: the boundaries say where each row goes, in runs.
+
+    No output may alias an input or another output.
+
+    Raises:
+        ValueError: a tensor is not contiguous, or ``values`` and ``out`` do not match.
     """
-    real = rows >= 0
-    for value, target in zip(values, out):
-        target.zero_()
-        target[rows[real]] = value[: len(rows)][real]
+    _check_pairs(values, out)
+    num_rows = out[0].shape[0] if out else 0
+    if num_rows == 0:
+        return
+    cut = tuning(out[0].device)
+    sources, widths = _as_rows(values, "values")
+    targets, _ = _as_rows(out, "out")
+    num_reqs = query_start_loc.numel() - 1
+    items = triton.cdiv(num_rows, cut.scatter_rows) * cut.scatter_parts
+    grid = (min(items, num_programs(out[0].device)),)
+    for at in range(0, len(sources), _MAX_SCATTERED):
+        some = slice(at, at + _MAX_SCATTERED)
+        _scatter_rows_kernel[grid](
+            query_start_loc,
+            dropped_before,
+            num_reqs,
+            num_rows,
+            min(value.shape[0] for value in sources[some]),
+            _search_steps(num_reqs),
+            *_fill_up(sources[some], _MAX_SCATTERED, None),
+            *_fill_up(targets[some], _MAX_SCATTERED, None),
+            *_fill_up(widths[some], _MAX_SCATTERED, 0),
+            ROWS=cut.scatter_rows,
+            PARTS=cut.scatter_parts,
+            TILE=cut.tile_bytes,
+            ALIGNED=_aligned([*sources[some], *targets[some]]),
+            **dict(cut.options),
+        )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "slot_stride", "window"])
+def _check_pairs(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    if len(sources) != len(targets):
+        raise ValueError(f"{len(sources)} tensors cannot go into {len(targets)}")
+    for i, (source, target) in enumerate(zip(sources, targets)):
+        if source.dtype != target.dtype or source.shape[1:] != target.shape[1:]:
+            raise ValueError(
+                f"tensor {i}: rows of {source.dtype} {tuple(source.shape[1:])} cannot go into "
+                f"rows of {target.dtype} {tuple(target.shape[1:])}"
+            )
+
+
+# -- replayed slots -------------------------------------------------------------------------------------------------
+
+_PAD_REPLAYED_SLOTS_ARGS = (
+    "slots_ptr",
+    "slot_stride",
+    "groups_ptr",
+    "query_start_loc_ptr",
+    "positions_ptr",
+    "replay_start_ptr",
+    "num_reqs",
+    "window",
+    "search_steps",
+)
+
+
+@triton.jit(do_not_specialize=_PAD_REPLAYED_SLOTS_ARGS)
 def _pad_replayed_slots_kernel(
     slots_ptr,
     slot_stride,
@@ -171,24 +692,29 @@ def _pad_replayed_slots_kernel(
     replay_start_ptr,
     num_reqs,
     window,
+    search_steps,
     NUM_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     lane = tl.arange(0, BLOCK)
     pad = tl.full((BLOCK,), -1, tl.int64)
-    for r in range(tl.program_id(0), num_reqs, tl.num_programs(0)):
+    low, high = _own_rows(tl.load(query_start_loc_ptr + num_reqs))
+    first, last = _request_span(query_start_loc_ptr, query_start_loc_ptr, low, high, num_reqs, search_steps, False)
+    for r in range(first, last):
         start = tl.load(replay_start_ptr + r)
         begin = tl.load(query_start_loc_ptr + r)
         end = tl.load(query_start_loc_ptr + r + 1)
         if (start > 0) & (end > begin):
-            first = tl.load(positions_ptr + begin).to(tl.int32)
-            low = begin + tl.maximum(start - first, 0)
-            high = tl.minimum(end, begin + start + window - first)
-            for t in range(low, high, BLOCK):
-                ok = lane < high - t
+            # Positions are consecutive inside a request, so the replayed rows are one range. A mask made of the
+            # positions themselves would be lowered to a read-modify-write of whole blocks on Ascend.
+            shift = begin - tl.load(positions_ptr + begin).to(tl.int32)
+            replayed = tl.maximum(tl.maximum(begin, start + shift), low)
+            stop = tl.minimum(tl.minimum(end, start + window + shift), high)
+            for t in range(replayed, stop, BLOCK):
+                live = lane < stop - t
                 for i in tl.static_range(NUM_GROUPS):
                     group = tl.load(groups_ptr + i)
-                    tl.store(slots_ptr + group * slot_stride + t + lane, pad, mask=ok)
+                    tl.store(slots_ptr + group * slot_stride + t + lane, pad, mask=live)
 
 
 def pad_replayed_slots(
@@ -206,17 +732,19 @@ def pad_replayed_slots(
     the cached KV of cacheable groups stays as it is. ``replay_start[r] == 0`` means no replay.
 
     Args:
-        slot_mappings: int64 ``[G, >= T]``, changed in place.
-        groups: int32 ``[N]``, indices of the cacheable groups.
-        query_start_loc: int32 ``[R + 1]``.
+        slot_mappings: int64 ``[G, >= T]``, last dimension contiguous, changed in place.
+        groups: int32 ``[N]``, indices of the cacheable groups; ``N == 0`` launches nothing.
+        query_start_loc: int32 ``[R + 1]``, device boundaries of the step.
         positions: int64 ``[>= T]``, consecutive inside a request.
         replay_start: int32 ``[R]``.
         window: positions replayed after a hit.
     """
     num_reqs = query_start_loc.numel() - 1
-    if num_reqs == 0 or groups.numel() == 0:
+    num_rows = slot_mappings.shape[1]
+    if num_reqs == 0 or num_rows == 0 or groups.numel() == 0:
         return
-    _pad_replayed_slots_kernel[(num_reqs,)](
+    cut = tuning(slot_mappings.device)
+    _pad_replayed_slots_kernel[_table_grid(num_rows, slot_mappings.device)](
         slot_mappings,
         slot_mappings.stride(0),
         groups,
@@ -225,6 +753,8 @@ def pad_replayed_slots(
         replay_start,
         num_reqs,
         window,
+        _search_steps(num_reqs),
         NUM_GROUPS=groups.numel(),
-        BLOCK=_BLOCK,
+        BLOCK=cut.table_block,
+        **dict(cut.options),
     )

@@ -68,12 +68,9 @@ class ReplayHost(Protocol):
 
 def keeps_every_row(sampling_params: Any) -> bool:
     """Whether a request reads the log-probabilities of its prompt's rows (either field, where the version has it)."""
-    return (
-        sampling_params is not None
-        and (
-            getattr(sampling_params, "prompt_logprobs", None) is not None
-            or getattr(sampling_params, "prompt_logprob_token_ids", None) is not None
-        )
+    return sampling_params is not None and (
+        getattr(sampling_params, "prompt_logprobs", None) is not None
+        or getattr(sampling_params, "prompt_logprob_token_ids", None) is not None
     )
 
 
