@@ -35,7 +35,9 @@ class InterpreterDriver(DriverBase):
         return torch.device("cpu")
 
     def get_benchmarker(self) -> Callable[..., list[float]]:
-        def benchmark(kernel: Callable[[], Any], *, quantiles: Sequence[float] = (0.5, 0.2, 0.8), **_: Any) -> list[float]:
+        def benchmark(
+            kernel: Callable[[], Any], *, quantiles: Sequence[float] = (0.5, 0.2, 0.8), **_: Any
+        ) -> list[float]:
             """One timed call in milliseconds, repeated for every quantile: autotuning has nothing to choose here."""
             start = time.perf_counter()
             kernel()
