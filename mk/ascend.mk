@@ -2,35 +2,35 @@
 # Every target sets up .venv/ascend by itself; nothing outside the repository is written.
 
 ASCEND_PYTHON ?= python3.11
-ASCEND_VENV := .venv/ascend
-ASCEND_STAMP := $(ASCEND_VENV)/.ready
+ASCEND := .venv/ascend
+ASCEND_PIP := $(ASCEND)/bin/python -m pip install -q --disable-pip-version-check --no-deps
 ASCEND_REQUIREMENTS := requirements/ascend-cpu.txt
-# Two busy processes share two cores; more threads than cores make the small matrices here ten times slower.
-ASCEND_ENV := OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR):$(CURDIR)/tests
 ASCEND_PROFILES := A2 A5
+TEST_TARGETS += test-ascend
 
-# vllm-ascend is built from its source without its kernels; its set-up imports torch, so it goes last.
-$(ASCEND_STAMP): $(ASCEND_REQUIREMENTS)
-	rm -rf $(ASCEND_VENV)
-	$(ASCEND_PYTHON) -m venv $(ASCEND_VENV)
-	grep -v '^vllm-ascend' $< | $(ASCEND_VENV)/bin/python -m pip install -q --no-deps -r /dev/stdin
-	grep '^vllm-ascend' $< | SOC_VERSION=ascend910b1 COMPILE_CUSTOM_KERNELS=0 \
-	  SETUPTOOLS_SCM_PRETEND_VERSION=$$(sed -n 's/^vllm-ascend==//p' $<) \
-	  PATH=$(CURDIR)/$(ASCEND_VENV)/bin:$$PATH \
-	  $(ASCEND_VENV)/bin/python -m pip install -q --no-deps --no-build-isolation -r /dev/stdin
-	touch $@
+# vllm-ascend is built from its source without its kernels; its set-up imports torch, so it goes after the rest.
+$(ASCEND)/.ready: $(ASCEND_REQUIREMENTS) pyproject.toml
+	$(ASCEND_PYTHON) -m venv --clear $(ASCEND)
+	grep -v '^vllm-ascend' $(ASCEND_REQUIREMENTS) | $(ASCEND_PIP) -r /dev/stdin
+	grep '^vllm-ascend' $(ASCEND_REQUIREMENTS) | SOC_VERSION=ascend910b1 COMPILE_CUSTOM_KERNELS=0 \
+	  SETUPTOOLS_SCM_PRETEND_VERSION=$$(sed -n 's/^vllm-ascend==//p' $(ASCEND_REQUIREMENTS)) \
+	  PATH="$(CURDIR)/$(ASCEND)/bin:$$PATH" $(ASCEND_PIP) --no-build-isolation -r /dev/stdin
+	$(ASCEND_PIP) --no-build-isolation -e .
+	@touch $@
 
-.PHONY: setup-ascend test-ascend demo-ascend $(ASCEND_PROFILES:%=test-ascend-%) $(ASCEND_PROFILES:%=demo-ascend-%)
-setup-ascend: $(ASCEND_STAMP)
+.PHONY: setup-ascend test-ascend demo-ascend
+.PHONY: $(ASCEND_PROFILES:%=test-ascend-%) $(ASCEND_PROFILES:%=demo-ascend-%)
 
-# The two hardware profiles need a process each (the emulated device is chosen at import) and run side by side.
-test-ascend: $(ASCEND_STAMP)
-	$(MAKE) --output-sync=target -j2 $(ASCEND_PROFILES:%=test-ascend-%)
+setup-ascend: $(ASCEND)/.ready  ## Make the environment of the Ascend host on a CPU.
 
-$(ASCEND_PROFILES:%=test-ascend-%): test-ascend-%: $(ASCEND_STAMP)
-	NPU_EMU_DEVICE=$* $(ASCEND_ENV) $(ASCEND_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/ascend
+# The emulated device is chosen at import, so each hardware profile is a process; they run side by side.
+test-ascend: $(ASCEND)/.ready  ## Tests of the Ascend host, A2/A3 and A5 profiles, on emulated operators.
+	$(MAKE) --no-print-directory -j2 --output-sync=target $(ASCEND_PROFILES:%=test-ascend-%)
 
-demo-ascend: $(ASCEND_PROFILES:%=demo-ascend-%)
+$(ASCEND_PROFILES:%=test-ascend-%): test-ascend-%: $(ASCEND)/.ready
+	NPU_EMU_DEVICE=$* OMP_NUM_THREADS=1 $(ASCEND)/bin/python -m pytest -q -p no:cacheprovider tests/ascend
 
-$(ASCEND_PROFILES:%=demo-ascend-%): demo-ascend-%: $(ASCEND_STAMP)
-	NPU_EMU_DEVICE=$* $(ASCEND_ENV) $(ASCEND_VENV)/bin/python examples/ascend_demo.py
+demo-ascend: $(ASCEND_PROFILES:%=demo-ascend-%)  ## Decoder replay through the real vllm-ascend engine, off and on.
+
+$(ASCEND_PROFILES:%=demo-ascend-%): demo-ascend-%: $(ASCEND)/.ready
+	NPU_EMU_DEVICE=$* OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(ASCEND)/bin/python examples/ascend_demo.py

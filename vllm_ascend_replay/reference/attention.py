@@ -1,4 +1,4 @@
-"""Attention of one layer: window KV of its own, compressed KV of the last KV source, chosen by the last index source."""
+"""Attention of one layer: its own window KV, and the last KV source's entries chosen by the last index source."""
 
 from __future__ import annotations
 
@@ -156,9 +156,7 @@ class Indexer(SeededWeights):
             keys = keys.masked_fill(~visible.unsqueeze(-1), 0)
             scores = torch.einsum("thd,tnd->thn", query[part], keys).to(acc)
             scores = torch.einsum("thn,th->tn", scores.relu(), weight[part]).masked_fill(~visible, -math.inf)
-            selection.choose(
-                part, scores, lengths[part], find_blocks=self.find_blocks, use_blocks=self.use_blocks
-            )
+            selection.choose(part, scores, lengths[part], find_blocks=self.find_blocks, use_blocks=self.use_blocks)
 
 
 class LatentAttention(SeededWeights):
@@ -209,7 +207,7 @@ class LatentAttention(SeededWeights):
             self.compressor = sources[layer] = Compressor(config, layer, prefix=prefix, dtype=dtype)
         source = config.kv_source(layer)
         # In a tuple, so that the source stays a module of its own layer alone.
-        self._source = () if source is None else (sources[source],)
+        self._source: tuple[Compressor, ...] = () if source is None else (sources[source],)
         self.indexer = Indexer(config, layer, dtype=dtype) if layer in config.index_source_layer_ids else None
         self.selection = selection
 
@@ -246,7 +244,7 @@ class LatentAttention(SeededWeights):
         else:
             self._write(x, positions, rotary, metadata)
             if self.indexer is not None:
-                (source,) = self._source
+                source = self._source[0]
                 key_metadata = layer_metadata(source.keys.prefix)
                 assert key_metadata is not None
                 self.indexer.choose(x, low_rank_q, positions, rotary, source, key_metadata, self.selection)

@@ -127,7 +127,9 @@ class CompressedCache(PagedCache):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         block_size = vllm_config.cache_config.block_size
         if block_size % self.ratio:
-            raise ValueError(f"block_size {block_size} is no multiple of compression ratio {self.ratio} ({self.prefix})")
+            raise ValueError(
+                f"block_size {block_size} is no multiple of {self.prefix}'s compression ratio {self.ratio}"
+            )
         return MLAAttentionSpec(
             block_size=block_size,
             num_kv_heads=1,

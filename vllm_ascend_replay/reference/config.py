@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,35 @@ from transformers import PretrainedConfig
 COMPUTE_DTYPES = ("auto", "float32", "float64", "bfloat16")
 
 
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "head_dim",
+    "q_lora_rank",
+    "o_groups",
+    "o_lora_rank",
+    "sliding_window",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+    "candidate_topk_blocks",
+    "candidate_block_size",
+    "hc_mult",
+    "hc_sinkhorn_iters",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "engram_vocab_size",
+    "engram_heads",
+    "engram_head_dim",
+    "swa_block_size",
+    "max_position_embeddings",
+)
+
+
 def _strictly_increasing(values: Sequence[int]) -> bool:
-    return all(a < b for a, b in zip(values, values[1:]))
+    return all(a < b for a, b in pairwise(values))
 
 
 class ReferenceConfig(PretrainedConfig):
@@ -176,12 +204,7 @@ class ReferenceConfig(PretrainedConfig):
             if not condition:
                 raise ValueError(f"{type(self).__name__}: {message}")
 
-        for name in (
-            "vocab_size hidden_size num_attention_heads head_dim q_lora_rank o_groups o_lora_rank sliding_window "
-            "index_n_heads index_head_dim index_topk candidate_topk_blocks candidate_block_size hc_mult "
-            "hc_sinkhorn_iters num_experts num_experts_per_tok moe_intermediate_size engram_vocab_size engram_heads "
-            "engram_head_dim swa_block_size max_position_embeddings"
-        ).split():
+        for name in _POSITIVE:
             value = getattr(self, name)
             need(isinstance(value, int) and value > 0, f"{name} is {value!r}; it must be a positive whole number")
         layers, ratios = self.num_hidden_layers, self.compress_ratios

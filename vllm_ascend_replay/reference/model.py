@@ -49,9 +49,7 @@ class ReferenceLayer(SeededWeights):
             self.engram = Engram(config, name=f"{layer}.engram", dtype=dtype)
         self.hc_attn = HyperConnection(config, name=f"{layer}.hc_attn", dtype=dtype)
         self.hc_ffn = HyperConnection(config, name=f"{layer}.hc_ffn", dtype=dtype)
-        self.attn = LatentAttention(
-            config, layer, sources=sources, selection=selection, prefix=prefix, dtype=dtype
-        )
+        self.attn = LatentAttention(config, layer, sources=sources, selection=selection, prefix=prefix, dtype=dtype)
         self.moe = MoE(config, layer, dtype=dtype, exchange=exchange)
 
     def forward(
@@ -77,7 +75,8 @@ class ReferenceLayer(SeededWeights):
         if self.engram is not None and table_rows is not None:
             streams = self.engram(streams, table_rows)
         pre, post, comb = self.hc_attn(streams)
-        streams = self.hc_attn.spread(self.attn(self._attention_input(streams, pre_mix), positions), streams, post, comb)
+        y = self.attn(self._attention_input(streams, pre_mix), positions)
+        streams = self.hc_attn.spread(y, streams, post, comb)
         x = rms_norm(collapse(streams, pre), self.ffn_norm, self.eps)
         pre, post, comb = self.hc_ffn(streams)
         return self.hc_ffn.spread(self.moe(x), streams, post, comb), pre

@@ -32,21 +32,21 @@ def exchange_rows(x: torch.Tensor, metadata: DPMetadata) -> None:
     told = metadata.num_tokens_across_dp_cpu
     rank, num_rows = group.rank_in_group, x.shape[0]
     if int(told[rank]) != num_rows:
-        raise RuntimeError(f"MoE on rank {rank} of {told.numel()} runs {num_rows} rows; its metadata says {told.tolist()}")
+        raise RuntimeError(f"MoE on DP rank {rank} runs {num_rows} rows; its metadata says {told.tolist()}")
     sent = x.new_zeros(int(told.max()) + 1, dtype=torch.float32)
     sent[0] = num_rows
     sent[1 : num_rows + 1] = x.float().sum(-1)
     received = sent.new_empty((told.numel(), sent.numel()))
     dist.all_gather_into_tensor(received, sent, group=group.device_group)
     if x.device.type == "cpu" and (counts := received[:, 0].long().tolist()) != told.tolist():
-        raise RuntimeError(f"MoE ranks run {counts} rows; the metadata of rank {rank} says {told.tolist()}")
+        raise RuntimeError(f"MoE on DP ranks runs {counts} rows; the metadata of rank {rank} says {told.tolist()}")
 
 
 class MoE(SeededWeights):
     """Routed experts plus one shared expert, which every row uses with weight 1::
 
-        s = sqrt(softplus(gate(x)));  top-k of s + bias;  weights s / sum(s) * routed_scaling_factor
-        expert(x) = w2(silu(min(w1 x, limit)) * clamp(w3 x, +-limit))
+    s = sqrt(softplus(gate(x)));  top-k of s + bias;  weights s / sum(s) * routed_scaling_factor
+    expert(x) = w2(silu(min(w1 x, limit)) * clamp(w3 x, +-limit))
     """
 
     def __init__(self, config: ReferenceConfig, layer: int, *, dtype: torch.dtype, exchange: bool) -> None:

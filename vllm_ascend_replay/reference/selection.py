@@ -82,7 +82,11 @@ class Selection:
             config: the model's.
             max_num_rows: the largest batch, padding included.
         """
-        self.block, self.k, self.num_blocks = config.candidate_block_size, config.index_topk, config.candidate_topk_blocks
+        self.k, self.block, self.num_blocks = (
+            config.index_topk,
+            config.candidate_block_size,
+            config.candidate_topk_blocks,
+        )
         self._entries = torch.full((max_num_rows, self.k), -1, dtype=torch.int32)
         self._blocks = torch.full((max_num_rows, self.num_blocks), -1, dtype=torch.int32)
 
