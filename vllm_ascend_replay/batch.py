@@ -50,14 +50,14 @@ class KeptRows:
     def gather(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The kept rows of ``states`` (each ``[T, ...]``): tensors ``[N, ...]``, zero on padding rows."""
         out = [state.new_empty((self.num_padded, *state.shape[1:])) for state in states]
-        kernels.gather_states(self.rows, states, out)
+        kernels.gather_states(self.rows, [state.contiguous() for state in states], out)
         return out
 
     def scatter(self, values: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
         """Compact ``values`` (each ``[N, H]``) as ``[num_tokens, H]``; rows that were not kept are zero."""
         out = [value.new_empty((num_tokens, *value.shape[1:])) for value in values]
         kernels.scatter_rows(
-            values,
+            [value.contiguous() for value in values],
             out,
             query_start_loc=self.query_start_loc,
             dropped_before=self.dropped_before,

@@ -122,7 +122,8 @@ class ReplayTail:
         self.write_kv(positions, streams, pre_mix)
         if batch.kept is None:
             return streams[:1], pre_mix[:1]
-        assert batch.cut_context is not None and batch.late_context is not None
+        assert batch.cut_context is not None
+        assert batch.late_context is not None
         states = [streams, pre_mix] if input_ids is None else [streams, pre_mix, input_ids]
         kept_streams, kept_pre, *kept_ids = batch.kept.gather(states)
         ids = kept_ids[0] if kept_ids else None

@@ -47,7 +47,7 @@ def test_bad_values_name_everything(name, value, allowed):
 
 
 def test_settings_that_exclude_each_other():
-    with pytest.raises(SettingError, match="ASCEND_REPLAY_KEEP is 'exact'; allowed: window under .*chunk"):
+    with pytest.raises(SettingError, match=r"ASCEND_REPLAY_KEEP is 'exact'; allowed: window under .*chunk"):
         read_settings({"ASCEND_REPLAY_POLICY": "chunk", "ASCEND_REPLAY_KEEP": "exact"})
 
 
@@ -55,7 +55,7 @@ def test_rows_to_keep():
     assert ReplaySettings().keep_last(window=128, num_late_layers=19) == 128
     assert ReplaySettings(keep="exact").keep_last(window=128, num_late_layers=19) == 2414
     assert ReplaySettings(keep=129).keep_last(window=128, num_late_layers=19) == 129
-    with pytest.raises(SettingError, match="ASCEND_REPLAY_KEEP is 127; .*>= the model's window, 128"):
+    with pytest.raises(SettingError, match=r"ASCEND_REPLAY_KEEP is 127; .*>= the model's window, 128"):
         ReplaySettings(keep=127).keep_last(window=128, num_late_layers=19)
 
 

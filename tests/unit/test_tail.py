@@ -171,7 +171,7 @@ def test_the_outer_context_returns_after_a_failing_layer():
 
 
 def test_padding_rows_are_marked_and_zero():
-    tail, log = make()
+    tail, _ = make()
     positions, streams, pre, ids = states()
     kept = kept_rows([20, 10], is_prefilling=[True, True])
     padded = ReplayBuffers(8, 64, 1, torch.device("cpu")).fill(
