@@ -1,0 +1,218 @@
+"""The launchers against the reference: in the interpreter, or compiled where there is a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from tests.kernels import cases, reference
+from tests.kernels.cases import STATES
+from tests.kernels.reference import Step, random_step
+from vllm_ascend_replay import kernels
+
+# (seed, requests, longest request, rows of padding behind the step)
+SHAPES = [(0, 1, 1, 0), (1, 1, 300, 5), (2, 2, 40, 0), (3, 7, 33, 1), (4, 16, 20, 9), (5, 33, 70, 0), (6, 64, 3, 17)]
+
+# Results may not depend on how the work is cut: programs, rows and parts that divide nothing evenly.
+CUTS = [
+    {"programs": 1, "table_block": 16, "tile_bytes": 128, "gather_rows": 1, "gather_parts": 1, "scatter_rows": 1},
+    {"programs": 3, "table_block": 32, "tile_bytes": 512, "gather_rows": 8, "gather_parts": 3, "scatter_rows": 5},
+    {"programs": 7, "table_block": 64, "tile_bytes": 256, "gather_rows": 3, "gather_parts": 2, "scatter_parts": 3},
+    {"programs": 48, "table_block": 512, "tile_bytes": 16384, "gather_rows": 8, "gather_parts": 4, "scatter_rows": 16},
+]
+
+
+@pytest.fixture(params=[None, *CUTS], ids=["default", *(f"cut{i}" for i in range(len(CUTS)))])
+def cut(request, device, monkeypatch):
+    """Every way of cutting the work that a test should see; the device's own first."""
+    if request.param:
+        changes = dict(request.param)
+        monkeypatch.setitem(kernels._num_programs, device.type, changes.pop("programs"))
+        monkeypatch.setitem(kernels._TUNING, device.type, dataclasses.replace(kernels.tuning(device), **changes))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Grids of every launch, by kernel."""
+    grids: list[tuple[str, tuple[int, ...]]] = []
+
+    def watch(name):
+        kernel = getattr(kernels, name)
+
+        class Watched:
+            def __getitem__(self, grid):
+                grids.append((name, grid))
+                return kernel[grid]
+
+        monkeypatch.setattr(kernels, name, Watched())
+
+    for name in [n for n in vars(kernels) if n.endswith("_kernel")]:
+        watch(name)
+    return grids
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("cut")
+def test_gather_batch(shape, device):
+    seed, *size = shape
+    step = random_step(seed, *size)
+    for padding in (0, 1, 37):
+        cases.check_gather_batch(step, device=device, padding=padding, num_groups=1 + seed, seed=seed)
+    cases.check_gather_batch(step, device=device, with_kv_start=False, seed=seed)
+
+
+def test_gather_batch_of_many_requests_and_groups(device):
+    decodes = Step([1] * 512, [1] * 512)
+    cases.check_gather_batch(decodes, device=device, num_groups=12, padding=3)
+    mixed = random_step(11, 509, 6)
+    cases.check_gather_batch(mixed, device=device, num_groups=12)
+
+
+def test_gather_batch_of_padding_only(device):
+    """A rank without kept rows beside one with some runs padding rows."""
+    cases.check_gather_batch(Step([5, 9], [0, 0]), device=device, padding=4)
+
+
+def test_gather_batch_writes_no_row_behind_its_buffers(device):
+    """Device boundaries that keep more rows than the host sized the batch for are cut off, not written."""
+    cases.check_gather_batch(Step([50, 30], [50, 30]), device=device, padding=-11)
+
+
+def test_gather_batch_follows_the_device(device):
+    """The host lists a request that the device's boundaries leave without rows."""
+    rows = torch.full((6,), 77, device=device)
+    boundaries = torch.full((4,), 77, dtype=torch.int32, device=device)
+    positions = torch.arange(100, 110, device=device)
+    kept_positions = torch.full((6,), 77, device=device)
+    slots = torch.arange(20, device=device).view(2, 10)
+    kept_slots = torch.full((2, 6), 77, device=device)
+    as_int32 = {"dtype": torch.int32, "device": device}
+    kernels.gather_batch(
+        query_start_loc=torch.tensor([0, 1, 1, 6], **as_int32),  # the host believed [0, 1, 2, 7]
+        dropped_before=torch.tensor([0, 0, 0, 3], **as_int32),
+        requests=torch.tensor([0, 1, 2], **as_int32),
+        positions=positions,
+        slot_mappings=slots,
+        rows=rows,
+        boundaries=boundaries,
+        kept_positions=kept_positions,
+        kept_slot_mappings=kept_slots,
+        num_padded=6,
+    )
+    assert boundaries.tolist() == [0, 1, 1, 3]
+    assert rows.tolist() == [0, 4, 5, -1, -1, -1]
+    assert kept_positions.tolist() == [100, 104, 105, 0, 0, 0]
+    assert kept_slots.tolist() == [[0, 4, 5, -1, -1, -1], [10, 14, 15, -1, -1, -1]]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("cut")
+def test_gather_states(shape, device):
+    seed, *size = shape
+    step = random_step(seed, *size)
+    cases.check_gather_states(step.rows + [-1] * (seed % 4), step.num_tokens, device=device, seed=seed)
+
+
+@pytest.mark.usefixtures("cut")
+def test_gather_states_in_any_order(device):
+    """Only speed may depend on the rows lying in runs."""
+    rng = random.Random(5)
+    rows = [rng.choice([-1, rng.randrange(30)]) for _ in range(61)]
+    # First and last of a block fit a run, what lies between does not.
+    rows += [3, 9, 5, 6, 7, 8, 9, 10] * 2 + [-1, 4, -1, -1, -1, -1, -1, -1]
+    cases.check_gather_states(rows, 30, device=device, states=STATES[:4])
+
+
+def test_gather_states_off_alignment(device):
+    for offset in range(1, 9):
+        cases.check_gather_states(range(3, 20), 21, device=device, states=STATES[:4], offset=offset)
+
+
+def test_gather_states_of_nothing(device, launches):
+    cases.check_gather_states([], 7, device=device)
+    cases.check_scatter_rows(Step([], []), device=device)
+    cases.check_gather_batch(Step([4], [0]), device=device)
+    cases.check_pad_replayed_slots(Step([], []), device=device)
+    cases.check_pad_replayed_slots(Step([3], [3]), device=device, groups=())
+    assert launches == [], "zero rows must not launch"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("cut")
+def test_scatter_rows(shape, device):
+    seed, *size = shape
+    step = random_step(seed, *size)
+    cases.check_scatter_rows(step, device=device, states=STATES[: 1 + seed], seed=seed)
+    cases.check_scatter_rows(step, device=device, spare=-1, seed=seed)
+
+
+def test_scatter_rows_of_many_requests(device):
+    cases.check_scatter_rows(random_step(12, 512, 5, padding=3), device=device, states=STATES[:1])
+
+
+def test_scatter_rows_without_kept_rows(device):
+    cases.check_scatter_rows(Step([5, 0, 9], [0, 0, 0], padding=4), device=device)
+
+
+def test_scatter_rows_off_alignment(device):
+    for offset in range(1, 9):
+        cases.check_scatter_rows(random_step(3, 5, 20), device=device, offset=offset)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("cut")
+def test_pad_replayed_slots(shape, device):
+    seed, *size = shape
+    for window in (1, 8, 130):
+        cases.check_pad_replayed_slots(random_step(seed, *size), device=device, window=window, seed=seed)
+
+
+def test_gather_then_scatter_is_the_identity_on_kept_rows(device):
+    step = random_step(21, 9, 40, padding=2)
+    hidden = reference.random_bits((step.num_tokens, 48), torch.bfloat16, 1).to(device)
+    compact = torch.empty((step.num_kept, 48), dtype=hidden.dtype, device=device)
+    kernels.gather_states(torch.tensor(step.rows, device=device), [hidden], [compact])
+    out = torch.empty_like(hidden)
+    kernels.scatter_rows(
+        [compact],
+        [out],
+        query_start_loc=step.query_start_loc.to(device),
+        dropped_before=step.dropped_before.to(device),
+    )
+    kept = torch.zeros(step.num_tokens, dtype=torch.bool)
+    kept[step.rows] = True
+    expected = torch.where(kept[:, None].to(device), hidden.view(torch.int16), 0)
+    cases.equal_bits(out.view(torch.int16).cpu(), expected.cpu(), "round trip")
+
+
+def test_one_launch_each_and_bounded_grids(device, launches, monkeypatch):
+    monkeypatch.setitem(kernels._num_programs, device.type, 40)
+    step = random_step(31, 64, 200)
+    cases.check_gather_batch(step, device=device, num_groups=2)
+    cases.check_gather_states(step.rows, step.num_tokens, device=device, states=STATES[:8])
+    cases.check_scatter_rows(step, device=device, states=STATES[:4])
+    cases.check_pad_replayed_slots(step, device=device)
+    assert [name for name, _ in launches] == [
+        "_gather_batch_kernel",
+        "_gather_states_kernel",
+        "_scatter_rows_kernel",
+        "_pad_replayed_slots_kernel",
+    ]
+    assert all(len(grid) == 1 and 1 <= grid[0] <= 40 for _, grid in launches)
+
+
+def test_bad_arguments_name_themselves(device):
+    x = torch.zeros(4, 6, device=device)
+    rows = torch.zeros(2, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=r"states\[0\] must be contiguous"):
+        kernels.gather_states(rows, [x[:, ::2]], [x.new_empty(2, 3)])
+    with pytest.raises(ValueError, match=r"tensor 0: rows of torch.float32 \(6,\) cannot go into .* \(5,\)"):
+        kernels.gather_states(rows, [x], [x.new_empty(2, 5)])
+    with pytest.raises(ValueError, match="1 tensors cannot go into 0"):
+        kernels.gather_states(rows, [x], [])
+    for count in (0, 65536):
+        with pytest.raises(ValueError, match=r"\[1, 65535\], got"):
+            kernels.set_num_programs("npu", count)
