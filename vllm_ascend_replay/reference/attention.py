@@ -141,8 +141,8 @@ class Indexer(SeededWeights):
         acc = accumulation_dtype(self.dtype)
         ratio, states = source.ratio, source.keys.kv_cache.shape[1]
         width = min(metadata.max_seq_len // ratio, metadata.block_table.shape[1] * states)
-        selection.clear(num_rows)
-        if not width or not num_rows:
+        if not width:
+            selection.clear(num_rows)
             return
         query = rotary(functional.linear(low_rank_q, self.wq).unflatten(1, (self.heads, self.dim)))
         weight = functional.linear(x, self.wproj).to(acc) * (self.dim * self.heads) ** -0.5

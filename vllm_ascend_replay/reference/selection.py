@@ -95,9 +95,8 @@ class Selection:
         return self._entries[:num_rows]
 
     def clear(self, num_rows: int) -> None:
-        """Choose nothing for any row."""
+        """Choose no entry for any row; where there is none to choose from."""
         self._entries[:num_rows].fill_(-1)
-        self._blocks[:num_rows].fill_(-1)
 
     def choose(
         self, rows: slice, scores: torch.Tensor, lengths: torch.Tensor, *, find_blocks: bool, use_blocks: bool
