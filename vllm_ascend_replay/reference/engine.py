@@ -148,9 +148,7 @@ class Engine:
                     logprobs=-1,
                     prompt_logprobs=-1 if request.prompt_logprobs else None,
                 )
-                ids[request.name] = self.engine.add_request(
-                    request.name, {"prompt_token_ids": request.prompt}, params
-                )
+                ids[request.name] = self.engine.add_request(request.name, {"prompt_token_ids": request.prompt}, params)
             for output in self.engine.step():
                 outputs[output.request_id] = output
             step += 1

@@ -63,7 +63,7 @@ class Oracle:
         Rows below it do not run there; they get a floor that leaves them something to read.
         """
         floor = np.minimum(np.arange(start, length), kv_start)
-        return {layer: floor for layer in range(self.config.cut + 1, self.config.num_hidden_layers)}
+        return dict.fromkeys(range(self.config.cut + 1, self.config.num_hidden_layers), floor)
 
     def run(
         self,
@@ -167,9 +167,7 @@ class Oracle:
             comb = comb / (comb.sum(1 if step % 2 == 0 else 2, keepdims=True) + config.hc_eps)
         return pre, post, comb
 
-    def _compress(
-        self, layer: int, x: Array, start: int, hit: int, donor: Mapping[int, SourceKV] | None
-    ) -> SourceKV:
+    def _compress(self, layer: int, x: Array, start: int, hit: int, donor: Mapping[int, SourceKV] | None) -> SourceKV:
         w, name, ratio = self.weights, f"layers.{layer}.attn.compressor", self.config.compress_ratios[layer]
         raw = x @ w[f"{name}.wkv"].T
         # A hit is aligned to blocks, so a run never starts inside a group that it has to complete.
