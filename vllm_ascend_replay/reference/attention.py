@@ -249,7 +249,7 @@ class LatentAttention(SeededWeights):
                 assert key_metadata is not None
                 self.indexer.choose(x, low_rank_q, positions, rotary, source, key_metadata, self.selection)
             attended = self._attend(query, positions, metadata)
-        grouped = rotary(attended, inverse=True).reshape(x.shape[0], self.wo_a.shape[0], -1)
+        grouped = rotary(attended, inverse=True).flatten(1).unflatten(1, (self.wo_a.shape[0], self.wo_a.shape[2]))
         return functional.linear(torch.einsum("tgd,grd->tgr", grouped, self.wo_a).flatten(1), self.wo_b)
 
     def _write(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, metadata: ReferenceMetadata) -> None:
