@@ -14,9 +14,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.distributed.parallel_state import get_dp_group
+from vllm.distributed.parallel_state import (
+    get_dp_group,
+    get_tensor_model_parallel_rank,
+    model_parallel_is_initialized,
+)
 from vllm.forward_context import DPMetadata
 from vllm.logger import init_logger
+from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_ascend_replay import stats
 from vllm_ascend_replay.agreement import Agreement, agree, alone
@@ -104,6 +109,14 @@ class ReplayModelState:
         self.replay_keeps_rows_np = np.zeros(self.max_num_reqs, dtype=bool)
         self.replay_tail = tail
         self._replay_seen = False
+        self._report_stats()
+
+    def _report_stats(self) -> None:
+        """Hand out this process's counters: one worker of each tensor-parallel group speaks for it."""
+        # Workers are asked by the name of a method; replay off leaves vLLM's class as it was.
+        WorkerBase.ascend_replay_stats = lambda worker: stats.snapshot()  # type: ignore[attr-defined]
+        if not model_parallel_is_initialized() or get_tensor_model_parallel_rank() == 0:
+            stats.start_reporting(self.replay_settings.log_every, self.vllm_config.parallel_config.data_parallel_rank)
 
     def track_replay_request(self, req_index: int, new_request: Any) -> None:
         """Remember what the plan must know of a new (or resumed) request. Call it from ``add_request``."""
