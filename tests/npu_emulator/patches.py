@@ -142,7 +142,11 @@ def _install_kernels():
         v41 + "indexer.quantize_mxfp4_indexer",
         triton + "quantize_mxfp4_indexer.quantize_mxfp4_indexer",
     )
-    _swap(sparse_a5.write_index, triton + "quantize_mxfp4_indexer.write_mxfp4_indexer_cache")
+    _swap(
+        sparse_a5.write_index,
+        v41 + "mixed_quant_attention.write_mxfp4_indexer_cache",
+        triton + "quantize_mxfp4_indexer.write_mxfp4_indexer_cache",
+    )
     _swap(sparse_a5.fold_index, v41 + "indexer.fold_indexer_cache_rows")
     _swap(caches.window_indices, triton + "build_window_indices.build_window_indices_triton")
     sampler = "vllm.v1.worker.gpu.sample."
