@@ -102,8 +102,8 @@ def test_log_line_covers_activity_only(log):
     reporter.tick(start + 511)
     reporter.tick(start + 530)
     assert log.messages == [
-        "decoder replay, last 11 s: replay layers ran 26.4 % of rows (528 of 2000), steps 3, trimmed 1 (from graphs 0), "
-        "skipped 1, prefills in full: model graph 1"
+        "decoder replay, last 11 s: replay layers ran 26.4 % of rows (528 of 2000), steps 3, trimmed 1 "
+        "(from graphs 0), skipped 1, prefills in full: model graph 1"
     ]
     counters.count_full(400)
     reporter.tick(start + 545)
