@@ -20,7 +20,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "vllm_ascend_replay",
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
 }
 """What the engine's process needs, before vLLM is imported. Multiprocessing off: the engine runs in the process
 itself, where its counters can be read."""
@@ -88,6 +87,15 @@ class Run:
     """vLLM's counter."""
     seconds: float
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Run:
+        """The inverse of `dataclasses.asdict`."""
+        requests = {
+            name: RequestRun(**{**run, "prefills": [Prefill(**prefill) for prefill in run["prefills"]]})
+            for name, run in values["requests"].items()
+        }
+        return cls(**{**values, "requests": requests})
+
 
 class Engine:
     """vLLM's engine on a directory of `reference.config.write_model`."""
@@ -118,8 +126,8 @@ class Engine:
         self._scheduler.schedule = self._recorded_schedule
         self._prefills: dict[str, list[Prefill]] = {}
         self._layer_rows = 0
-        runner = self.engine.model_executor.driver_worker.worker.model_runner
-        runner.model.layers[-1].register_forward_pre_hook(self._count_rows)
+        self._model = self.engine.model_executor.driver_worker.worker.model_runner.model
+        self._model.layers[-1].register_forward_pre_hook(self._count_rows)
 
     def run(self, requests: Sequence[Request]) -> Run:
         """Run the requests to their end.
@@ -160,6 +168,10 @@ class Engine:
             seconds=time.perf_counter() - began,
         )
 
+    def weights(self) -> dict[str, Any]:
+        """The model's weights, by dotted name."""
+        return self._model.weights()
+
     def shutdown(self) -> None:
         """End the engine."""
         self.engine.engine_core.shutdown()
@@ -194,12 +206,13 @@ class Engine:
         return sum(int(m.value) for m in self.engine.get_metrics() if m.name == "vllm:num_preemptions")
 
 
-def prepare_environment(environ: dict[str, str] | None = None, **settings: str) -> dict[str, str]:
+def prepare_environment(settings: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of an engine's process.
 
     Args:
-        environ: what to start from; default this process's.
         settings: the only ``ASCEND_REPLAY...`` variables that the process sees.
+        environ: what to start from; default this process's.
     """
-    kept = {k: v for k, v in (os.environ if environ is None else environ).items() if not k.startswith("ASCEND_REPLAY")}
-    return {**kept, **ENVIRONMENT, "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1"), **settings}
+    environ = os.environ if environ is None else environ
+    kept = {name: value for name, value in environ.items() if not name.startswith("ASCEND_REPLAY")}
+    return {"OMP_NUM_THREADS": "1", **kept, **ENVIRONMENT, **settings}

@@ -109,7 +109,9 @@ class Oracle:
             if config.compress_ratios[i]:
                 if i in config.kv_source_layer_ids:
                     run.sources[i] = self._compress(i, x, start, hit, donor)
-                latents, index_keys = run.sources[config.kv_source(i)]
+                source = config.kv_source(i)
+                assert source is not None
+                latents, index_keys = run.sources[source]
                 if i in config.index_source_layer_ids:
                     scores = self._index_scores(i, x, low_rank, positions, index_keys)
                     if i == config.candidate_source_layer_id:
