@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from vllm_ascend_replay.plan import POLICIES, exact_rows
 
@@ -32,6 +33,12 @@ class ReplaySettings:
     """``ASCEND_REPLAY_MIN_SAVED``: rows that a prompt must save to be bounded."""
     log_every: float = 10.0
     """``ASCEND_REPLAY_LOG_EVERY``: seconds of activity between two counter lines; 0: none."""
+    graphs: bool = True
+    """``ASCEND_REPLAY_GRAPHS``: run the replay layers out of captured graphs."""
+    graph_sizes: tuple[int, ...] = ()
+    """``ASCEND_REPLAY_GRAPH_SIZES``: rows of the graphs, ascending; empty: chosen by `ladder.default_sizes`."""
+    debug: bool = False
+    """``ASCEND_REPLAY_DEBUG``: replay graphs piece by piece, synchronised, and name the piece that failed."""
 
     def keep_last(self, *, window: int, num_late_layers: int) -> int:
         """F, the rows kept at a prompt's end.
@@ -86,12 +93,26 @@ def _seconds(name: str, value: str) -> float:
     return seconds
 
 
-_PARSERS = {
+def _sizes(name: str, value: str) -> tuple[int, ...]:
+    allowed = "positive numbers of rows with commas between, ascending, each once (such as 128,256,512)"
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise SettingError(name, value, allowed)
+    sizes = tuple(int(part) for part in parts)
+    if sizes[0] == 0 or any(a >= b for a, b in pairwise(sizes)):
+        raise SettingError(name, value, allowed)
+    return sizes
+
+
+_PARSERS: dict[str, tuple[str, Callable[[str, str], object]]] = {
     f"{PREFIX}": ("enabled", _flag),
     f"{PREFIX}_POLICY": ("policy", lambda name, value: _choice(name, value, POLICIES)),
     f"{PREFIX}_KEEP": ("keep", _keep),
     f"{PREFIX}_MIN_SAVED": ("min_saved", _count),
     f"{PREFIX}_LOG_EVERY": ("log_every", _seconds),
+    f"{PREFIX}_GRAPHS": ("graphs", _flag),
+    f"{PREFIX}_GRAPH_SIZES": ("graph_sizes", _sizes),
+    f"{PREFIX}_DEBUG": ("debug", _flag),
 }
 
 

@@ -58,14 +58,29 @@ def _prefix_cache_without_cap(s: Situation) -> bool:
     )
 
 
-def _piecewise(s: Situation) -> str:
+def _mixed_mode(s: Situation) -> str:
+    """How steps with prefills run in model graphs: ``NONE``, ``PIECEWISE`` or ``FULL``."""
     mode = s.vllm_config.compilation_config.cudagraph_mode
     if mode is None or s.vllm_config.model_config.enforce_eager:
-        return ""
-    mixed = mode.mixed_mode().name
-    if mixed == "PIECEWISE":
-        return str(mode.name)
-    return str(mode.name) if mixed == "FULL" and s.settings.policy == "final" else ""
+        return "NONE"
+    return str(mode.mixed_mode().name)
+
+
+def _mode_name(s: Situation) -> str:
+    return str(s.vllm_config.compilation_config.cudagraph_mode.name)
+
+
+def breakable_graphs_enabled() -> bool:
+    """Whether graphs may have eager breaks. vLLM settles it when it is imported."""
+    import vllm.envs as envs
+
+    return bool(getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False))
+
+
+def _device_has_graphs() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.support_static_graph_mode())
 
 
 def _engram_after_cut(s: Situation) -> list[int]:
@@ -169,17 +184,48 @@ GATES: tuple[Gate, ...] = (
     ),
     Gate(
         "mixed-graphs",
-        "cudagraph_mode {found} runs prefills in model graphs, which do not trim; use FULL_DECODE_ONLY or NONE",
-        _piecewise,
+        "cudagraph_mode {found} runs prefills in FULL graphs, which do not trim; use FULL_AND_PIECEWISE, "
+        "FULL_DECODE_ONLY or NONE",
+        lambda s: s.settings.policy == "final" and _mixed_mode(s) == "FULL" and _mode_name(s),
+    ),
+    Gate(
+        "unbreakable-graphs",
+        "cudagraph_mode {found} runs prefills in model graphs that cannot break out to a replay batch; set "
+        "VLLM_USE_BREAKABLE_CUDAGRAPH=1, or use FULL_DECODE_ONLY or NONE",
+        lambda s: _mixed_mode(s) == "PIECEWISE" and not breakable_graphs_enabled() and _mode_name(s),
     ),
 )
 """Checked in this order."""
 
+GRAPH_GATES: tuple[Gate, ...] = (
+    Gate(
+        "eager",
+        "--enforce-eager asks for no graphs; use cudagraph_mode NONE to have no graphs but these",
+        lambda s: s.vllm_config.model_config.enforce_eager,
+    ),
+    Gate(
+        "device-graphs",
+        "this device runs no captured graphs",
+        lambda s: not _device_has_graphs(),
+    ),
+    Gate(
+        "breakable",
+        "graphs with eager breaks are off; set VLLM_USE_BREAKABLE_CUDAGRAPH=1 in the environment of every process",
+        lambda s: not breakable_graphs_enabled(),
+    ),
+    Gate(
+        "full-graphs",
+        "cudagraph_mode {found} runs prefills in FULL graphs; use FULL_AND_PIECEWISE, FULL_DECODE_ONLY or NONE",
+        lambda s: _mixed_mode(s) == "FULL" and _mode_name(s),
+    ),
+)
+"""Why replay graphs are off while replay itself is on and runs eagerly. Checked in this order."""
 
-def gate_reasons(situation: Situation) -> list[tuple[str, str]]:
+
+def gate_reasons(situation: Situation, gates: tuple[Gate, ...] = GATES) -> list[tuple[str, str]]:
     """``(name, reason)`` of every gate that holds, in the table's order."""
     reasons = []
-    for gate in GATES:
+    for gate in gates:
         found = gate.found(situation)
         if found:
             reasons.append((gate.name, gate.reason.format(found=found)))
@@ -204,4 +250,14 @@ def unsupported_reason(vllm_config: Any, model: Any) -> str | None:
     except SettingError as error:
         return str(error)
     reasons = gate_reasons(Situation(vllm_config, model, plan, settings))
+    return reasons[0][1] if reasons else None
+
+
+def graphs_off_reason(vllm_config: Any, model: Any) -> str | None:
+    """Why the replay layers run eagerly where decoder replay is on; ``None`` if they can run in graphs.
+
+    Args: as `unsupported_reason`, which must have found nothing.
+    """
+    plan = read_layer_plan(vllm_config.model_config.hf_text_config)
+    reasons = gate_reasons(Situation(vllm_config, model, plan, read_settings()), GRAPH_GATES)
     return reasons[0][1] if reasons else None

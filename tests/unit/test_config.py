@@ -37,6 +37,14 @@ def test_all_values():
         ("ASCEND_REPLAY_LOG_EVERY", "inf", "seconds >= 0"),
         ("ASCEND_REPLAY_LOG_EVERY", "often", "seconds >= 0"),
         ("ASCEND_REPLAY_POLICIES", "final", "no such setting"),
+        ("ASCEND_REPLAY_GRAPHS", "on", "0 or 1"),
+        ("ASCEND_REPLAY_DEBUG", "2", "0 or 1"),
+        ("ASCEND_REPLAY_GRAPH_SIZES", "", "ascending"),
+        ("ASCEND_REPLAY_GRAPH_SIZES", "128,,256", "ascending"),
+        ("ASCEND_REPLAY_GRAPH_SIZES", "0,128", "positive"),
+        ("ASCEND_REPLAY_GRAPH_SIZES", "-1", "positive"),
+        ("ASCEND_REPLAY_GRAPH_SIZES", "256,128", "ascending"),
+        ("ASCEND_REPLAY_GRAPH_SIZES", "128,128", "each once"),
     ],
 )
 def test_bad_values_name_everything(name, value, allowed):
@@ -62,3 +70,10 @@ def test_rows_to_keep():
 def test_exact_never_keeps_less_than_the_window():
     assert ReplaySettings(keep="exact").keep_last(window=1, num_late_layers=3) == 1
     assert ReplaySettings(keep="exact").keep_last(window=8, num_late_layers=1) == 8
+
+
+def test_graph_settings():
+    assert read_settings({}).graphs
+    environ = {"ASCEND_REPLAY_GRAPHS": "0", "ASCEND_REPLAY_GRAPH_SIZES": " 1, 129,4096", "ASCEND_REPLAY_DEBUG": "1"}
+    settings = read_settings(environ)
+    assert (settings.graphs, settings.graph_sizes, settings.debug) == (False, (1, 129, 4096), True)

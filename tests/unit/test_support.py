@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 from vllm.config import CUDAGraphMode
 
+from vllm_ascend_replay import support
 from vllm_ascend_replay.layer_plan import NotDeepseekV41, read_layer_plan
-from vllm_ascend_replay.support import GATES, unsupported_reason
+from vllm_ascend_replay.support import GATES, GRAPH_GATES, graphs_off_reason, unsupported_reason
 
 
 def hf(**changes):
@@ -84,6 +85,11 @@ CASES = {
     "kv-connector": (config(kv_transfer_config=object()), MODEL, "KV connector"),
     "prefix-cache": (config(swa_bounded_replay=False), MODEL, "--no-enable-prefix-caching"),
     "mixed-graphs": (
+        config(enforce_eager=False, cudagraph_mode=CUDAGraphMode.FULL),
+        MODEL,
+        "cudagraph_mode FULL runs prefills in FULL graphs",
+    ),
+    "unbreakable-graphs": (
         config(enforce_eager=False, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
         MODEL,
         "cudagraph_mode FULL_AND_PIECEWISE",
@@ -118,15 +124,45 @@ def test_ngram_is_fine(method):
 
 
 def test_graph_modes(monkeypatch):
-    def mode(m):
-        return unsupported_reason(config(enforce_eager=False, cudagraph_mode=m), MODEL)
+    def mode(m, reason=unsupported_reason):
+        return reason(config(enforce_eager=False, cudagraph_mode=m), MODEL)
 
+    def switch(on):
+        monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1" if on else "0")
+
+    switch(False)
     assert mode(CUDAGraphMode.NONE) is None
     assert mode(CUDAGraphMode.FULL_DECODE_ONLY) is None
-    assert "PIECEWISE" in mode(CUDAGraphMode.PIECEWISE)
+    assert "VLLM_USE_BREAKABLE_CUDAGRAPH=1" in mode(CUDAGraphMode.PIECEWISE)
+    assert "VLLM_USE_BREAKABLE_CUDAGRAPH=1" in mode(CUDAGraphMode.FULL_AND_PIECEWISE)
+    assert "FULL" in mode(CUDAGraphMode.FULL)
+    switch(True)
+    assert mode(CUDAGraphMode.PIECEWISE) is None
+    assert mode(CUDAGraphMode.FULL_AND_PIECEWISE) is None
     assert "FULL" in mode(CUDAGraphMode.FULL)
     monkeypatch.setenv("ASCEND_REPLAY_POLICY", "chunk")
-    assert mode(CUDAGraphMode.FULL) is None  # mixed FULL graphs: `chunk` trims the eager steps only
+    assert mode(CUDAGraphMode.FULL) is None
+
+
+def test_each_graph_gate_names_its_reason(monkeypatch):
+    graphs = CUDAGraphMode
+
+    def reason(mode=graphs.FULL_DECODE_ONLY, eager=False, breakable=True, device=True):
+        monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1" if breakable else "0")
+        monkeypatch.setattr(support, "_device_has_graphs", lambda: device)
+        return graphs_off_reason(config(enforce_eager=eager, cudagraph_mode=mode), MODEL)
+
+    for mode in (graphs.NONE, graphs.FULL_DECODE_ONLY, graphs.PIECEWISE, graphs.FULL_AND_PIECEWISE):
+        assert reason(mode) is None
+    words = {
+        "eager": (reason(eager=True), "--enforce-eager"),
+        "device-graphs": (reason(device=False), "this device"),
+        "breakable": (reason(breakable=False), "VLLM_USE_BREAKABLE_CUDAGRAPH=1"),
+        "full-graphs": (reason(graphs.FULL), "cudagraph_mode FULL "),
+    }
+    assert set(words) == {gate.name for gate in GRAPH_GATES}
+    for found, expected in words.values():
+        assert expected in found
 
 
 def test_prefix_caching_off_or_capped_is_fine():
