@@ -1,33 +1,18 @@
-"""The command `vllm-ascend-replay`: arguments here, work in the modules beside, imported when a command runs."""
+"""The command `vllm-ascend-replay`: what a command needs is imported when it runs."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from vllm_ascend_replay import __version__
+from vllm_ascend_replay.cli import bench, verify
+from vllm_ascend_replay.cli.options import JsonFile, writable
 
 app = typer.Typer(
     name="vllm-ascend-replay", no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False
 )
-
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the result to FILE as JSON.", dir_okay=False)
-]
-"""``--json FILE``, which every command has."""
-
-
-def writable(path: Path | None) -> Path | None:
-    """``path``, if a file can be written there.
-
-    Raises:
-        typer.BadParameter: it cannot; better said before the work than after it.
-    """
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no directory {path.parent} to write {path.name} in", param_hint="--json")
-    return path
 
 
 def _show_version(wanted: bool) -> None:
@@ -58,6 +43,10 @@ def demo_command(json_file: JsonFile = None) -> None:
     from vllm_ascend_replay.cli.demo import run_demo
 
     raise typer.Exit(run_demo(writable(json_file)))
+
+
+app.command("verify")(verify.verify)
+app.command("bench")(bench.bench)
 
 
 def main() -> None:

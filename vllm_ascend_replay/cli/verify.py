@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -15,6 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from vllm_ascend_replay.cli.options import (
+    ApiKey,
+    JsonFile,
+    ModelName,
+    Timeout,
+    VocabSize,
+    end_failed,
+    positive_numbers,
+    wide_console,
+    writable,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -168,6 +182,8 @@ class Side:
         """
         self.server = server
         self.logprobs = logprobs
+        # Every prompt is cold, whatever earlier requests and runs left in the prefix cache.
+        self._salt = secrets.token_hex(8)
 
     def generate(
         self, name: str, prompt: Sequence[int] | str, tokens: int, *, keep_rows: bool = False
@@ -228,8 +244,7 @@ class Side:
             "ignore_eos": True,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
-            # Every prompt is cold, whatever earlier requests left in the prefix cache.
-            "cache_salt": f"verify {name}",
+            "cache_salt": f"{self._salt} {name}",
         }
 
 
@@ -257,7 +272,7 @@ def compare(replay: Side, full: Side, prompt: Prompt, tokens: int, window: int) 
 
 
 def needle_prompt(rng: Any, length: int, depth: float, vocab_size: int) -> tuple[list[int], list[int]]:
-    """A prompt of ``length`` random tokens that holds ``key value`` at ``depth`` and ends with ``key``, and the value."""
+    """``length`` random tokens that hold ``key value`` at ``depth`` and end with ``key``; and the value."""
     from vllm_ascend_replay.cli.client import random_prompt
 
     key, value = (random_prompt(rng, NEEDLE, vocab_size) for _ in range(2))
@@ -415,19 +430,9 @@ def demo_server() -> Iterator[str]:
 
     with tempfile.TemporaryDirectory() as scratch:
         model = write_model(Path(scratch) / "model", "tiny")
-        environ = prepare_environment(VLLM_ENABLE_V1_MULTIPROCESSING="1")
+        environ = {**prepare_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         with serve(model, Path(scratch) / "server.log", environ=environ) as url:
             yield url
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    try:
-        lengths = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        lengths = (0,)
-    if min(lengths) < 1:
-        raise typer.BadParameter(f"{text!r} is no list of positive whole numbers", param_hint="--lengths")
-    return lengths
 
 
 def verify(
@@ -436,7 +441,7 @@ def verify(
         str | None, typer.Option(help="A server with replay off. Left out: the server itself with prompt logprobs.")
     ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="Start the small reference model here and verify it.")] = False,
-    model: Annotated[str | None, typer.Option(help="The model's name on the server; default: its first.")] = None,
+    model: ModelName = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="Your prompts: JSON lines of texts or token-id lists.", exists=True, dir_okay=False),
@@ -447,7 +452,7 @@ def verify(
     tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=1)] = 16,
     window: Annotated[int, typer.Option(help="The model's sliding window.", min=1)] = 128,
     needle_tokens: Annotated[int, typer.Option(help="Length of the needle prompts; 0: none.", min=0)] = 1930,
-    vocab_size: Annotated[int, typer.Option(help="Random token ids stay below this.", min=8)] = 32000,
+    vocab_size: VocabSize = 32000,
     logprobs: Annotated[
         int, typer.Option(help="Log-probabilities per position; -1: all (server: --max-logprobs -1).", min=-1)
     ] = 20,
@@ -457,9 +462,9 @@ def verify(
     min_greedy: Annotated[float, typer.Option(help="Least share of equal greedy tokens.", min=0, max=1)] = 0.9,
     max_lost_needles: Annotated[int, typer.Option(help="Needles only the full run may find.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that an answer may take.", min=1)] = 600,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")] = None,
+    api_key: ApiKey = None,
+    timeout: Timeout = 600,
+    json_file: JsonFile = None,
 ) -> None:
     """Compare a server that has replay on with a full run: log-probabilities, greedy tokens, needles.
 
@@ -477,8 +482,9 @@ def verify(
         own = tuple(read_prompts(prompts)) if prompts is not None else ()
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="--prompts") from error
+    writable(json_file)
     limits = Limits(max_mean_kl, max_kl, min_first_token, min_greedy, max_lost_needles)
-    plan = Plan(_lengths(lengths), own, tokens, window, needle_tokens, vocab_size, seed, limits)
+    plan = Plan(positive_numbers(lengths, "--lengths"), own, tokens, window, needle_tokens, vocab_size, seed, limits)
     raise typer.Exit(_verify(url, baseline_url, plan, logprobs, model, api_key, timeout, json_file))
 
 
@@ -503,14 +509,10 @@ def _verify(
 ) -> int:
     from contextlib import ExitStack
 
-    from rich.console import Console
-
     from vllm_ascend_replay.cli.client import Completions, ServerFault
     from vllm_ascend_replay.reference.server import ServerFailed
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, 120)
+    console = wide_console()
     with ExitStack() as stack:
         try:
             if url is None:
@@ -529,11 +531,9 @@ def _verify(
                 full = Side(baseline, logprobs)
             report = run(replay, full, plan, console)
         except (ServerFault, ServerFailed) as fault:
-            console.print(f"FAILED: {fault}", highlight=False, markup=False, soft_wrap=True)
-            _write(json_file, {"passed": False, "error": str(fault)})
-            return 1
+            return end_failed(console, fault, json_file)
     show(console, report)
-    _write(json_file, {**asdict(report), "passed": report.passed})
+    write_json(json_file, {**asdict(report), "passed": report.passed})
     return 0 if report.passed else 1
 
 
@@ -541,8 +541,3 @@ def _missing_for_demo() -> str | None:
     from vllm_ascend_replay.cli.demo import missing_part
 
     return missing_part()
-
-
-def _write(json_file: Path | None, values: dict[str, Any]) -> None:
-    if json_file is not None:
-        json_file.write_text(json.dumps(values, indent=2) + "\n")
