@@ -17,6 +17,11 @@ from vllm_ascend_replay.plan import ReplayPlan, empty_plan
 Context = Callable[[], AbstractContextManager[Any]]
 """Enters a forward context nested in the running one."""
 
+States = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
+"""What the replay layers return for ``N`` rows: streams ``[N, hc, H]``, pre mix ``[N, hc]``, aux states ``[N, H]``."""
+GraphRun = Callable[["ReplayBatch", Sequence[torch.Tensor]], "States | None"]
+"""``run(batch, states)``, states being the tensors ``[T, ...]`` that cross the cut."""
+
 
 @dataclass
 class KeptRows:
@@ -47,9 +52,17 @@ class KeptRows:
     replay_start: torch.Tensor
     """int32 ``[R']``: lower bound of the cut layer's window."""
 
-    def gather(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The kept rows of ``states`` (each ``[T, ...]``): tensors ``[N, ...]``, zero on padding rows."""
-        out = [state.new_empty((self.num_padded, *state.shape[1:])) for state in states]
+    def gather(
+        self, states: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
+    ) -> Sequence[torch.Tensor]:
+        """The kept rows of ``states`` (each ``[T, ...]``): tensors ``[N, ...]``, zero on padding rows.
+
+        Args:
+            states: what crosses the cut.
+            out: where to, tensors ``[N, ...]``; default new ones.
+        """
+        if out is None:
+            out = [state.new_empty((self.num_padded, *state.shape[1:])) for state in states]
         kernels.gather_states(self.rows, [state.contiguous() for state in states], out)
         return out
 
@@ -75,6 +88,8 @@ class ReplayBatch:
     """Context of the cut layer: its window KV exists for every row."""
     late_context: Context | None = None
     """Context of the late layers: their window KV exists from ``kv_start`` on."""
+    graph: GraphRun | None = None
+    """Runs the batch out of a captured graph; returns ``None`` when the batch must run eagerly after all."""
 
 
 class ReplayBuffers:
