@@ -4,6 +4,7 @@ Nothing of the model, the cache layout, the metadata builders, the scheduler or 
 device is asked for: `_enable_device_ops`. `REAL` keeps every original, which the tests use as a judge.
 """
 
+import functools
 import importlib
 
 import torch
@@ -72,6 +73,7 @@ def _install_moe():
     AscendMoERunner._maybe_apply_routed_scale_to_output = lambda self, shared, routed: (shared, routed)
     init = DeepseekV41MoE.__init__
 
+    @functools.wraps(init)
     def moe_init(self, config, *args, **kwargs):
         init(self, config, *args, **kwargs)
         self.experts.emulated = {
@@ -113,6 +115,7 @@ def _install_builders():
 
     init = AscendDSAV41MetadataBuilder.__init__
 
+    @functools.wraps(init)
     def builder_init(self, *args, **kwargs):
         init(self, *args, **kwargs)
         _enable_device_ops(self)

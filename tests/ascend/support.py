@@ -1,0 +1,69 @@
+"""Shared by the tests of the Ascend host: a session with decoder replay, and the settings around it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from tests.npu_emulator import ON_A5, checks
+from tests.npu_emulator.rank import Rank
+from tests.npu_emulator.session import Session
+from tests.npu_emulator.tiny import make_vllm_config
+
+LATE_LAYERS, WINDOW, BLOCK = 3, 16, 128
+EXACT = 1 + LATE_LAYERS * (WINDOW - 1)
+"""Rows that make the tiny model's replay lossless."""
+
+
+def first_kept(length, keep_last):
+    """First kept position of a bounded prompt of the tiny model."""
+    begin = max(length - keep_last, 0)
+    return begin if ON_A5 else begin // BLOCK * BLOCK
+
+
+@contextlib.contextmanager
+def settings(**values):
+    """ASCEND_REPLAY_* for as long as the context lasts; `settings(keep="exact")`, `settings(enabled=0)`."""
+    names = {"enabled": "ASCEND_REPLAY"}
+    wanted = {names.get(k, f"ASCEND_REPLAY_{k.upper()}"): str(v) for k, v in values.items() if v is not None}
+    before = {k: v for k, v in os.environ.items() if k.startswith("ASCEND_REPLAY")}
+    for k in before:
+        del os.environ[k]
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for k in wanted:
+            os.environ.pop(k, None)
+        os.environ.update(before)
+
+
+def register():
+    """What vLLM does at start-up: vllm-ascend's plugins, then ours."""
+    from vllm.plugins import load_general_plugins
+
+    from vllm_ascend_replay import plugin
+
+    load_general_plugins()
+    plugin.register()
+
+
+def make_session(*, keep=None, policy=None, min_saved=None, blocks=256, replay=True, after_cut=False, **config):
+    """A poisoned session with replay on.
+
+    Args:
+        keep, policy, min_saved: the settings of those names.
+        blocks: KV cache blocks.
+        replay: False leaves the package switched off.
+        after_cut: run the layers after the cut on kept rows and the cut layer in full (the second opinion).
+        config: as for `make_vllm_config`.
+    """
+    from tests.ascend.after_cut import use_after_cut_tail
+
+    checks.forget()
+    with settings(keep=keep, policy=policy, min_saved=min_saved, enabled=int(replay)):
+        register()
+        rank = Rank(make_vllm_config(**config), num_blocks=blocks)
+    if after_cut:
+        use_after_cut_tail(rank)
+    return Session(rank)

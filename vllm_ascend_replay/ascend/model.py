@@ -1,0 +1,199 @@
+"""vllm-ascend's DeepSeek-V4.1 with its layer loop split at the cut.
+
+The classes are subclasses made when vLLM asks for the model: of the class that vllm-ascend registered, of the language
+model class that one names, and of the text model class that one names. No `forward` is copied: while ours is on the
+stack, iterating over the layers yields the layers before the cut and then one object that stands for the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+
+from vllm_ascend_replay.ascend import off_reason, switched_on
+from vllm_ascend_replay.ascend.model_state import make_state_cls
+from vllm_ascend_replay.ascend.seams import missing_seam, own_decoder_replay
+from vllm_ascend_replay.layer_plan import read_layer_plan
+from vllm_ascend_replay.tail import ReplayTail
+
+logger = init_logger("vllm.vllm_ascend_replay")
+
+_CLASS_PREFIX = "ReplayDeepseekV41ForCausalLM"
+_parent = ("vllm_ascend.models.deepseek_v41.vl_model", "AscendDeepseekV41ForCausalLM")
+
+
+def set_parent(module_name: str, name: str) -> None:
+    """Remember the class that vllm-ascend registered: ours derives from it."""
+    global _parent
+    _parent = (module_name, name)
+
+
+def class_name(version: str) -> str:
+    """Name under which vLLM looks our class up in this module, for one version of vllm-ascend."""
+    return f"{_CLASS_PREFIX}_" + "".join(c if c.isalnum() else "_" for c in version)
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith(_CLASS_PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _model_cls(*_parent)
+
+
+@functools.cache
+def _model_cls(module_name: str, name: str) -> type:
+    """Our subclass of vllm-ascend's model class, or that class itself where a seam moved."""
+    parent = getattr(import_module(module_name), name)
+    reason = missing_seam()
+    if reason is None and not hasattr(parent, "language_model_cls"):
+        reason = f"this vllm-ascend has no {module_name}.{name}.language_model_cls"
+    if reason is not None:
+        logger.warning("decoder replay is off: %s", reason)
+        return parent
+    language_cls = _language_cls(parent.language_model_cls)
+    return type(f"Replay{name}", (parent,), {"language_model_cls": language_cls, "__module__": __name__})
+
+
+def _language_cls(parent: type) -> type:
+    def get_model_state_cls(self: Any) -> type:
+        state_cls = parent.get_model_state_cls(self)  # type: ignore[attr-defined]
+        if self.model.replay_tail is None:
+            return state_cls
+        own = own_decoder_replay(parent, parent.model_cls, state_cls)  # type: ignore[attr-defined]
+        if own is not None:
+            logger.warning("decoder replay is off: %s", f"the model has a decoder replay of its own ({own})")
+            self.model.drop_tail()
+            return state_cls
+        return make_state_cls(state_cls)
+
+    methods = {
+        "model_cls": _text_cls(parent.model_cls),  # type: ignore[attr-defined]
+        "get_model_state_cls": get_model_state_cls,
+        "__module__": __name__,
+    }
+    return type(f"Replay{parent.__name__}", (parent,), methods)
+
+
+def _text_cls(parent: type) -> type:
+    return type(f"Replay{parent.__name__}", (ReplayTextModel, parent), {"__module__": __name__})
+
+
+class ReplayTextModel:
+    """Mixin over vllm-ascend's text model."""
+
+    replay_tail: ReplayTail | None = None
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        if not switched_on(vllm_config):
+            return
+        reason = off_reason(vllm_config)
+        if reason is not None:
+            logger.warning("decoder replay is off: %s", reason)
+            return
+        cut = read_layer_plan(self.config).cut  # type: ignore[attr-defined, has-type]
+        layers = list(self.layers)  # type: ignore[has-type]
+        self.replay_tail = make_tail(layers, cut)
+        self.layers = SplitLayers(layers, TailLayer(self.replay_tail))
+
+    def drop_tail(self) -> None:
+        """Make the model what it would be without this package."""
+        self.replay_tail = None
+        self.layers = torch.nn.ModuleList(self.layers)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """vllm-ascend's forward; hidden (and aux) rows that were not kept are zero.
+
+        Returns hidden states `[T, H]`, or those and a list of aux states `[T, H]`, as the parent does.
+        """
+        tail = self.replay_tail
+        if tail is None:
+            return super().forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
+        # The runner counts aux layers from one; a layer's aux state is the streams entering it.
+        wanted = [i - 1 for i in self.aux_hidden_state_layers]  # type: ignore[attr-defined]
+        tail.aux_layers = sorted(i for i in wanted if i >= tail.cut)
+        with self.layers.split():
+            out = super().forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
+        hidden, early_aux = out if isinstance(out, tuple) else (out, [])
+        hidden, aux = tail.finish(hidden, early_aux, positions.shape[-1])
+        return (hidden, aux) if aux else hidden
+
+
+def make_tail(layers: list[Any], cut: int) -> ReplayTail:
+    """The tail of vllm-ascend's layers; how to call a layer and how to write the cut layer's KV alone."""
+    return ReplayTail(layers, cut=cut, run_layer=run_layer, write_kv=functools.partial(write_cut_kv, layers[cut]))
+
+
+def run_layer(
+    layer: Any, positions: torch.Tensor, streams: torch.Tensor, pre_mix: torch.Tensor, input_ids: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One decoder layer: streams `[N, hc, H]`, pre mix float32 `[N, hc]` -> the same shapes."""
+    return layer(positions, streams, pre_mix, None, input_ids=input_ids)
+
+
+def write_cut_kv(layer: Any, positions: torch.Tensor, streams: torch.Tensor, pre_mix: torch.Tensor) -> None:
+    """Write the cut layer's window KV, compressed KV and index keys of every row, and nothing else.
+
+    The running context's metadata is the whole step's. The kept rows write the same values once more when the layer
+    runs on them: with compress ratio 1 a row's KV depends on that row alone.
+    """
+    metadata = get_forward_context().attn_metadata
+    if metadata is None:
+        return
+    x = layer.hc_pre(streams, layer.hc_attn_fn, layer.hc_attn_scale, layer.hc_attn_base, pre_mix)[0]
+    x = layer.input_layernorm(x)
+    impl = layer.self_attn.v41_impl
+    step = impl._get_layer_metadata(metadata)
+    impl._update_caches(layer.self_attn, x[: step.swa.num_actual_tokens], step)
+
+
+class TailLayer:
+    """What the model's layer loop sees in place of the layers from the cut on."""
+
+    engram = None
+    layer_idx = -2
+    """Never an aux layer (those are compared with `layer_idx + 1`): the tail hands out its own."""
+
+    def __init__(self, tail: ReplayTail) -> None:
+        self.tail = tail
+        self.hc_collapse = tail.layers[-1][1].hc_collapse
+
+    def __call__(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        pre_mix: torch.Tensor,
+        llama_4_scaling: Any = None,
+        input_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.tail(positions, hidden_states, pre_mix, input_ids)
+
+
+class SplitLayers(torch.nn.ModuleList):
+    """The model's layers with their names; inside `split`, iteration yields those before the cut and the tail."""
+
+    def __init__(self, layers: list[Any], tail_layer: TailLayer) -> None:
+        super().__init__(layers)
+        self._tail_layer = tail_layer
+        self._splitting = False
+
+    def split(self) -> SplitLayers:
+        """Context in which iteration is split."""
+        return self
+
+    def __enter__(self) -> None:
+        self._splitting = True
+
+    def __exit__(self, *exc: object) -> None:
+        self._splitting = False
+
+    def __iter__(self) -> Iterator[Any]:
+        layers = super().__iter__()
+        if not self._splitting:
+            return layers
+        return iter([*list(layers)[: self._tail_layer.tail.cut], self._tail_layer])
