@@ -45,12 +45,22 @@ class KeptRows:
     """int32 ``[R' + 1]``: request boundaries of the replay batch."""
     positions: torch.Tensor
     """int64 ``[N]``."""
+    is_padding: torch.Tensor
+    """bool ``[N]``, filled by `padding_mask`."""
     slot_mappings: torch.Tensor
     """int64 ``[G, N]``; ``kernels.PAD_SLOT`` on padding."""
     kv_start: torch.Tensor
     """int32 ``[R']``: lower bound of the late layers' window."""
     replay_start: torch.Tensor
     """int32 ``[R']``: lower bound of the cut layer's window."""
+    _masked: bool = False
+
+    def padding_mask(self) -> torch.Tensor:
+        """``is_padding``, computed when it is first asked for."""
+        if not self._masked:
+            self._masked = True
+            torch.lt(self.rows, 0, out=self.is_padding)
+        return self.is_padding
 
     def gather(
         self, states: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
@@ -102,6 +112,7 @@ class ReplayBuffers:
         self.rows = zeros(max_num_tokens, dtype=torch.int64)
         self.boundaries = zeros(max_num_reqs + 1)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
+        self.is_padding = zeros(max_num_tokens, dtype=torch.bool)
         self.slot_mappings = zeros(num_groups, max_num_tokens, dtype=torch.int64)
         self.seq_lens = zeros(max_num_reqs)
         self.block_tables: list[torch.Tensor] = []
@@ -167,6 +178,7 @@ class ReplayBuffers:
             rows=self.rows[:num_padded],
             boundaries=self.boundaries[: len(requests) + 1],
             positions=self.positions[:num_padded],
+            is_padding=self.is_padding[:num_padded],
             slot_mappings=self.slot_mappings[:, :num_padded],
             kv_start=uploaded[ends[1] : ends[2]],
             replay_start=uploaded[ends[2] : ends[3]],

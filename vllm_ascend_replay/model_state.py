@@ -21,19 +21,24 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.forward_context import DPMetadata
 from vllm.logger import init_logger
+from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
+from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_ascend_replay import stats
 from vllm_ascend_replay.agreement import Agreement, agree, alone
 from vllm_ascend_replay.batch import KeptRows, ReplayBatch, ReplayBuffers
-from vllm_ascend_replay.config import ReplaySettings
+from vllm_ascend_replay.config import ReplaySettings, SettingError
+from vllm_ascend_replay.graphs import GraphHost, ReplayGraphs, choose_sizes, free_bytes
 from vllm_ascend_replay.plan import (
     ReplayPlan,
     bounded_prefills,
     empty_plan,
+    identity_plan,
     lowers_into_unwritten,
     plan_replay,
 )
+from vllm_ascend_replay.support import breakable_graphs_enabled, graphs_off_reason
 from vllm_ascend_replay.tail import ReplayTail
 
 logger = init_logger("vllm.vllm_ascend_replay")
@@ -70,6 +75,9 @@ class ReplayHost(Protocol):
     def build_replay_batch(self, step: StepInputs, kept: KeptRows, dp_metadata: Any) -> ReplayBatch:
         """Attention metadata and nested forward contexts for the kept rows."""
 
+    def forget_attention_groups(self) -> None:
+        """Drop whatever was made from the attention groups; the next batch makes it anew."""
+
 
 def keeps_every_row(sampling_params: Any) -> bool:
     """Whether a request reads the log-probabilities of its prompt's rows (either field, where the version has it)."""
@@ -85,6 +93,7 @@ class ReplayModelState:
     replay_tail: ReplayTail | None = None
     replay_settings: ReplaySettings
     replay_buffers: ReplayBuffers | None = None
+    replay_graphs: ReplayGraphs | None = None
 
     # Of the host's model state.
     vllm_config: VllmConfig
@@ -109,7 +118,57 @@ class ReplayModelState:
         self.replay_keeps_rows_np = np.zeros(self.max_num_reqs, dtype=bool)
         self.replay_tail = tail
         self._replay_seen = False
+        tail.break_out_from = self._break_out_size()
         self._report_stats()
+
+    def init_replay_graphs(self, model: Any, graph_host: GraphHost) -> None:
+        """Run the replay layers in graphs where that is possible, else say why not. Call it after `init_replay`.
+
+        Args:
+            model: as for `support.unsupported_reason`.
+            graph_host: what the graphs need of the host.
+
+        Raises:
+            SettingError: graph sizes that are not allowed.
+        """
+        tail, settings, compilation = self.replay_tail, self.replay_settings, self.vllm_config.compilation_config
+        if tail is None or not settings.graphs or not getattr(compilation, "cudagraph_decoder_replay", True):
+            return
+        sizes = choose_sizes(
+            settings,
+            self.vllm_config,
+            graph_host,
+            window=self.replay_window,
+            keep_last=self.replay_keep_last,
+            num_layers=len(tail.layers),
+            align=self.replay_host.window_align,
+        )
+        reason = graphs_off_reason(self.vllm_config, model)
+        if reason is None and not sizes:
+            reason = "the device's streams hold none of them"
+        if reason is not None:
+            # Asked for on purpose: no graph at all. Anything else is worth a warning.
+            say = logger.info if self.vllm_config.model_config.enforce_eager else logger.warning
+            say("decoder replay runs its layers eagerly, not in graphs: %s", reason)
+            return
+        self.replay_graphs = ReplayGraphs(
+            tail, sizes, host=graph_host, vllm_config=self.vllm_config, device=self.device, debug=settings.debug
+        )
+
+    def _break_out_size(self) -> int | None:
+        """Rows from which PIECEWISE model graphs break out to the replay batch: all of them under ``final``."""
+        if not breakable_graphs_enabled():
+            return None
+        if self.replay_settings.policy == "final":
+            return 0
+        threshold = getattr(self.vllm_config.compilation_config, "decoder_replay_trim_threshold", 768)
+        if threshold <= self.replay_window:
+            raise SettingError(
+                "decoder_replay_trim_threshold",
+                threshold,
+                f"more than the model's window, {self.replay_window}: smaller steps have nothing to trim",
+            )
+        return int(threshold)
 
     def _report_stats(self) -> None:
         """Hand out this process's counters: one worker of each tensor-parallel group speaks for it."""
@@ -189,14 +248,15 @@ class ReplayModelState:
         tail.batch = None
         if self.replay_buffers is None:
             self._allocate_replay_buffers(slot_mappings, input_batch.positions)
-        if for_capture or cudagraph_mode != CUDAGraphMode.NONE:
+        dummy = self.replay_host.is_dummy_batch(input_batch)
+        breaks_out = cudagraph_mode == CUDAGraphMode.PIECEWISE and tail.breaks_out(input_batch.num_tokens_after_padding)
+        if for_capture or (cudagraph_mode != CUDAGraphMode.NONE and not breaks_out):
             # A graph runs every row; `forbids_decode_graph` keeps bounded prompts out of it.
-            if not self.replay_host.is_dummy_batch(input_batch):
+            if not dummy:
                 self._count_full(input_batch, "model graph")
             return
-        dummy = self.replay_host.is_dummy_batch(input_batch)
         ranks = self.vllm_config.parallel_config.data_parallel_size
-        if ranks == 1 and (dummy or not input_batch.has_prefill):
+        if ranks == 1 and (dummy or not (input_batch.has_prefill or breaks_out)):
             if not dummy:
                 self._count_full(input_batch, None)
             return
@@ -206,12 +266,16 @@ class ReplayModelState:
         if not agreement.replays:
             if not dummy:
                 self._count_full(input_batch, "no prompt of the step is bounded" if input_batch.has_prefill else None)
-            return
+            if not breaks_out:
+                return
         step = StepInputs(input_batch, block_tables, slot_mappings, attn_groups, kv_cache_config)
-        tail.batch = self._build_replay(step, plan, agreement)
-        padded = 0 if agreement.skips else max(1 - plan.num_rows, 0)
+        tail.batch = batch = self._build_replay(step, plan, agreement)
+        if not agreement.replays:
+            return
+        padded = 0 if batch.kept is None else batch.kept.num_padded - plan.num_rows
         if not dummy:
-            stats.current().count_replay(int(input_batch.num_tokens), plan.num_rows, padded)
+            graph = self.replay_graphs is not None and batch.graph is not None
+            stats.current().count_replay(int(input_batch.num_tokens), plan.num_rows, padded, graph=graph)
         if not self._replay_seen:
             self._replay_seen = True
             logger.info(
@@ -223,12 +287,24 @@ class ReplayModelState:
     def _build_replay(self, step: StepInputs, plan: ReplayPlan, agreement: Agreement) -> ReplayBatch:
         if agreement.skips:
             return ReplayBatch(kept=None)
+        graphs = self.replay_graphs
+        # Every rank runs the bucket of the largest rank, so that their experts exchange rows of one shape.
+        size = None if graphs is None else graphs.size_for(max(int(agreement.rows.max()), 1))
+        rows = agreement.padded_rows() if size is None else torch.full_like(agreement.rows, size)
+        batch = self._replay_batch(step, plan, max(plan.num_rows, 1) if size is None else size, rows)
+        if graphs is not None and size is not None and graphs.runs(size):
+            batch.graph = graphs
+        return batch
+
+    def _replay_batch(
+        self, step: StepInputs, plan: ReplayPlan, num_padded: int, rows_across_dp: torch.Tensor
+    ) -> ReplayBatch:
+        """The replay batch of ``plan``, padded to ``num_padded`` rows; ``rows_across_dp`` int32 ``[ranks]``."""
         n = step.input_batch.num_reqs
         parallel = self.vllm_config.parallel_config
-        num_padded = max(plan.num_rows, 1)
         dp_metadata = None
         if parallel.data_parallel_size > 1:
-            dp_metadata = DPMetadata.make(parallel, num_padded, agreement.padded_rows())
+            dp_metadata = DPMetadata.make(parallel, num_padded, rows_across_dp)
         at = step.input_batch.idx_mapping_np[:n]
         assert self.replay_buffers is not None
         kept = self.replay_buffers.fill(
@@ -240,6 +316,41 @@ class ReplayModelState:
             num_padded=num_padded,
         )
         return self.replay_host.build_replay_batch(step, kept, dp_metadata)
+
+    # -- graphs -------------------------------------------------------------------------------------------------
+
+    def forget_attention_groups(self) -> None:
+        """Drop copies of attention groups. Memory profiling runs with groups from before the KV cache exists."""
+
+    def capture_inner_cudagraphs(
+        self, input_buffers: Any, block_tables: Any, attn_groups: Any, kv_cache_config: Any
+    ) -> None:
+        """Capture the replay graphs: vLLM >= 0.32 calls it after the model's capture, before the speculator's."""
+        inherited = getattr(super(), "capture_inner_cudagraphs", None)
+        if inherited is not None:
+            inherited(input_buffers, block_tables, attn_groups, kv_cache_config)
+        graphs = self.replay_graphs
+        if graphs is None:
+            return
+        self.replay_host.forget_attention_groups()
+        if self.replay_buffers is not None:
+            self.replay_buffers.block_tables = []
+        ranks = self.vllm_config.parallel_config.data_parallel_size
+
+        def prepare(rows: int) -> ReplayBatch:
+            # A dummy step, through the code and on the buffers of a real one; the dummy slots write nothing.
+            num_reqs = min(rows, self.max_num_reqs)
+            batch = graphs.host.make_dummy_batch(num_reqs, rows, input_buffers)
+            slots = block_tables.get_dummy_slot_mappings(rows)
+            if self.replay_buffers is None:
+                self._allocate_replay_buffers(slots, batch.positions)
+            tables = block_tables.get_dummy_block_tables(num_reqs)
+            query = np.diff(batch.query_start_loc_np[: num_reqs + 1])
+            plan = identity_plan(query, np.zeros(num_reqs, dtype=np.int32))
+            step = StepInputs(batch, tables, slots, attn_groups, kv_cache_config)
+            return self._replay_batch(step, plan, rows, torch.full((ranks,), rows, dtype=torch.int32))
+
+        graphs.capture(prepare)
 
     def _agree(self, plan: ReplayPlan, ranks: int) -> Agreement:
         if ranks == 1:
@@ -294,3 +405,54 @@ def forbid_bounded_decode_graphs(runner_cls: type) -> None:
 
     gather_batch_req_state.guards_bounded_prefills = True  # type: ignore[attr-defined]
     runner_cls.gather_batch_req_state = gather_batch_req_state  # type: ignore[attr-defined]
+
+
+def capture_replay_graphs(runner_cls: type) -> None:
+    """Make a model runner capture the replay graphs where vLLM itself does not ask for them.
+
+    vLLM >= 0.32 calls `ReplayModelState.capture_inner_cudagraphs`, but only if the model has graphs of its own; 0.30
+    never does. There the replay graphs are captured right after the model's, before a speculator's.
+    """
+    real = runner_cls.capture_model  # type: ignore[attr-defined]
+    if getattr(real, "captures_replay_graphs", False):
+        return
+
+    @functools.wraps(real)
+    def capture_model(self: Any, *args: Any, **kwargs: Any) -> int:
+        state = getattr(self, "model_state", None)
+        graphs = state.replay_graphs if isinstance(state, ReplayModelState) else None
+        if state is None or graphs is None:
+            return real(self, *args, **kwargs)
+        begun, free = graphs.captures, free_bytes()
+
+        def capture() -> None:
+            if graphs.captures == begun:
+                buffers = getattr(self, "pcp_manager", None) or self
+                state.capture_inner_cudagraphs(
+                    buffers.input_buffers, self.block_tables, self.attn_groups, self.kv_cache_config
+                )
+
+        if hasattr(ModelState, "capture_inner_cudagraphs"):
+            taken = real(self, *args, **kwargs)
+        else:
+            manager = self.cudagraph_manager
+            capture_model_graphs = manager.capture
+
+            def capture_both(*args: Any, **kwargs: Any) -> None:
+                capture_model_graphs(*args, **kwargs)
+                capture()
+
+            manager.capture = capture_both
+            try:
+                taken = real(self, *args, **kwargs)
+            finally:
+                del manager.capture
+        if graphs.captures == begun:
+            # The model has no graphs of its own.
+            with torch.inference_mode(), freeze_gc_for_cudagraph_capture():
+                capture()
+            taken = max(free - free_bytes(), 0)
+        return taken
+
+    capture_model.captures_replay_graphs = True  # type: ignore[attr-defined]
+    runner_cls.capture_model = capture_model  # type: ignore[attr-defined]

@@ -54,7 +54,7 @@ def replay_context(
             slot_mapping=slot_mapping,
             dp_metadata=dp_metadata,
             batch_descriptor=BatchDescriptor(num_tokens=kept.num_padded),
-            is_padding=None if padding is None else kept.rows < 0,
+            is_padding=None if padding is None else kept.padding_mask(),
         )
 
     return enter

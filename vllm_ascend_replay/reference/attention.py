@@ -6,11 +6,12 @@ import math
 
 import torch
 from torch.nn import functional
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 
 from vllm_ascend_replay.reference.cache import CompressedCache, RingCache, WindowCache
 from vllm_ascend_replay.reference.config import ReferenceConfig
 from vllm_ascend_replay.reference.metadata import NO_SLOT, ReferenceMetadata, layer_metadata
-from vllm_ascend_replay.reference.selection import Selection, row_slices
+from vllm_ascend_replay.reference.selection import Selection, best_blocks, best_entries, mask_blocks, row_slices
 from vllm_ascend_replay.reference.weights import SeededWeights, accumulation_dtype, rms_norm
 
 
@@ -137,26 +138,41 @@ class Indexer(SeededWeights):
             x: ``[T, H]``; low_rank_q: ``[T, q_lora]``; positions: int64 ``[T]`` with their ``rotary``.
             source: whose index keys are scored, with their cache's ``metadata``.
         """
-        num_rows = x.shape[0]
-        acc = accumulation_dtype(self.dtype)
+        num_rows, acc = x.shape[0], accumulation_dtype(self.dtype)
+        chosen, blocks = selection.entries(num_rows), selection.blocks(num_rows)
         ratio, states = source.ratio, source.keys.kv_cache.shape[1]
         width = min(metadata.max_seq_len // ratio, metadata.block_table.shape[1] * states)
-        if not width:
-            selection.clear(num_rows)
+        if not width or not num_rows:
+            chosen.fill_(-1)
             return
         query = rotary(functional.linear(low_rank_q, self.wq).unflatten(1, (self.heads, self.dim)))
         weight = functional.linear(x, self.wproj).to(acc) * (self.dim * self.heads) ** -0.5
-        rows = metadata.rows(num_rows)
-        lengths = torch.where(rows.real, (positions + 1) // ratio, 0)
+        tiles = metadata.tiles(num_rows)
+        num_tiles, size = tiles.row.shape
+        lengths = torch.where(tiles.real, (positions[tiles.row] + 1) // ratio, 0)
         entries = torch.arange(width, device=x.device)
-        for part in row_slices(num_rows, width * max(self.dim, self.heads)):
-            visible = entries < lengths[part].unsqueeze(1)
+        found = chosen.new_empty((num_tiles, size, selection.k))
+        found_blocks = blocks.new_empty((num_tiles, size, selection.num_blocks))
+        for part in row_slices(num_tiles, width * max(size * self.heads, self.dim) * acc.itemsize):
+            row, length = tiles.row[part], lengths[part]
+            visible = entries < length.unsqueeze(-1)
             # Pages that hold nothing yet may hold anything, NaN included.
-            keys = source.keys.load(metadata.block_table, rows.request[part], torch.where(visible, entries, 0))
-            keys = keys.masked_fill(~visible.unsqueeze(-1), 0)
-            scores = torch.einsum("thd,tnd->thn", query[part], keys).to(acc)
-            scores = torch.einsum("thn,th->tn", scores.relu(), weight[part]).masked_fill(~visible, -math.inf)
-            selection.choose(part, scores, lengths[part], find_blocks=self.find_blocks, use_blocks=self.use_blocks)
+            written = entries < length.amax(1, keepdim=True)
+            keys = source.keys.load(metadata.block_table, tiles.request[part], torch.where(written, entries, 0))
+            keys = keys.masked_fill(~written.unsqueeze(-1), 0)
+            scores = torch.matmul(query[row].flatten(1, 2), keys.transpose(1, 2)).unflatten(1, (size, self.heads))
+            scores = torch.einsum("bthn,bth->btn", scores.to(acc).relu(), weight[row])
+            scores = scores.masked_fill(~visible, -math.inf).flatten(0, 1)
+            if self.find_blocks:
+                best = best_blocks(scores, length.flatten(), block=selection.block, k=selection.num_blocks)
+                found_blocks[part] = best.int().unflatten(0, (-1, size))
+            if self.use_blocks:
+                scores = mask_blocks(scores, blocks[row].flatten(0, 1), block=selection.block)
+            found[part] = best_entries(scores, k=selection.k).int().unflatten(0, (-1, size))
+        real = metadata.rows(num_rows).real.unsqueeze(1)
+        chosen.copy_(found.flatten(0, 1).index_select(0, tiles.place).masked_fill(~real, -1))
+        if self.find_blocks:
+            blocks.copy_(found_blocks.flatten(0, 1).index_select(0, tiles.place))
 
 
 class LatentAttention(SeededWeights):
@@ -224,7 +240,7 @@ class LatentAttention(SeededWeights):
         """
         metadata = layer_metadata(self.swa_cache.prefix)
         if metadata is not None:
-            self._write(x, positions, Rotary(positions, *self.rope), metadata)
+            self._write(x, self._window_kv(x, Rotary(positions, *self.rope)), positions, metadata)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Write these rows' KV and attend.
@@ -238,39 +254,63 @@ class LatentAttention(SeededWeights):
         rotary = Rotary(positions, *self.rope)
         low_rank_q = rms_norm(functional.linear(x, self.wq_a), self.q_norm, self.eps)
         query = rotary(functional.linear(low_rank_q, self.wq_b).unflatten(1, (self.heads, self.dim)))
-        metadata = layer_metadata(self.swa_cache.prefix)
-        if metadata is None:
-            attended = torch.zeros_like(query)
-        else:
-            self._write(x, positions, rotary, metadata)
-            if self.indexer is not None:
-                source = self._source[0]
-                key_metadata = layer_metadata(source.keys.prefix)
-                assert key_metadata is not None
-                self.indexer.choose(x, low_rank_q, positions, rotary, source, key_metadata, self.selection)
-            attended = self._attend(query, positions, metadata)
+        attended = torch.empty_like(query)
+        self._cached_attention(x, low_rank_q, query, self._window_kv(x, rotary), positions, attended)
         grouped = rotary(attended, inverse=True).flatten(1).unflatten(1, (self.wo_a.shape[0], self.wo_a.shape[2]))
         return functional.linear(torch.einsum("tgd,grd->tgr", grouped, self.wo_a).flatten(1), self.wo_b)
 
-    def _write(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, metadata: ReferenceMetadata) -> None:
-        kv = rotary(rms_norm(functional.linear(x, self.wkv), self.kv_norm, self.eps))
+    @eager_break_during_capture
+    def _cached_attention(
+        self,
+        x: torch.Tensor,
+        low_rank_q: torch.Tensor,
+        query: torch.Tensor,
+        kv: torch.Tensor,
+        positions: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """All that reads the step's metadata or the caches: an eager break in PIECEWISE graphs.
+
+        Args:
+            x: ``[T, H]``; low_rank_q: ``[T, q_lora]``; query: ``[T, heads, dim]``; kv: ``[T, dim]``; positions: int64
+                ``[T]``.
+            out: ``[T, heads, dim]``, filled.
+        """
+        metadata = layer_metadata(self.swa_cache.prefix)
+        if metadata is None:
+            out.zero_()
+            return
+        self._write(x, kv, positions, metadata)
+        if self.indexer is not None:
+            source = self._source[0]
+            key_metadata = layer_metadata(source.keys.prefix)
+            assert key_metadata is not None
+            rotary = Rotary(positions, *self.rope)
+            self.indexer.choose(x, low_rank_q, positions, rotary, source, key_metadata, self.selection)
+        self._attend(query, positions, metadata, out)
+
+    def _window_kv(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        return rotary(rms_norm(functional.linear(x, self.wkv), self.kv_norm, self.eps))
+
+    def _write(self, x: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, metadata: ReferenceMetadata) -> None:
         self.swa_cache.store(metadata.slots(x.shape[0]), kv)
         if self.compressor is not None:
             compressed = layer_metadata(self.compressor.latents.prefix)
             assert compressed is not None
             self.compressor.write(x, positions, compressed)
 
-    def _attend(self, query: torch.Tensor, positions: torch.Tensor, metadata: ReferenceMetadata) -> torch.Tensor:
-        """Attention of ``query [T, heads, dim]`` over pages; ``[T, heads, dim]``."""
+    def _attend(
+        self, query: torch.Tensor, positions: torch.Tensor, metadata: ReferenceMetadata, out: torch.Tensor
+    ) -> None:
+        """Attention of ``query [T, heads, dim]`` over pages, into ``out``, shaped alike."""
         num_rows, acc = query.shape[0], accumulation_dtype(self.dtype)
         rows = metadata.rows(num_rows)
         lowest = (positions - self.window + 1).clamp(min=0)
         if metadata.kv_start is not None:
             lowest = torch.maximum(lowest, metadata.kv_start.long().index_select(0, rows.request))
-        out = torch.empty_like(query)
         steps = torch.arange(self.window, device=query.device)
         width = self.window + (self.selection.k if self._source else 0)
-        for part in row_slices(num_rows, width * max(self.dim, self.heads)):
+        for part in row_slices(num_rows, width * max(self.dim, self.heads) * query.dtype.itemsize):
             request = rows.request[part]
             entries = lowest[part].unsqueeze(1) + steps
             valid = (entries <= positions[part].unsqueeze(1)) & rows.real[part].unsqueeze(1)
@@ -288,4 +328,3 @@ class LatentAttention(SeededWeights):
             sink = self.sink.view(1, -1, 1).expand(scores.shape[0], -1, 1)
             weights = torch.softmax(torch.cat((scores, sink), -1), -1)[..., :-1].to(kv.dtype)
             out[part] = torch.einsum("thk,tkd->thd", weights, kv)
-        return out

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.nn import functional
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig
 
 from vllm_ascend_replay.reference.attention import Compressor, LatentAttention
@@ -150,6 +151,15 @@ class ReplayReferenceForCausalLM(SeededWeights):
         """All metadata keys that the layers from the cut on read; no ring among them."""
         return list(dict.fromkeys(p for layer in self.layers[self.cut :] for p in layer.attn.metadata_prefixes))
 
+    def crossing_states(self, device: torch.device) -> list[torch.Tensor]:
+        """One empty tensor for each state that crosses the cut: streams, pre mix, input ids."""
+        hc, hidden, acc = self.config.hc_mult, self.config.hidden_size, accumulation_dtype(self.dtype)
+        return [
+            torch.empty((0, hc, hidden), dtype=self.dtype, device=device),
+            torch.empty((0, hc), dtype=acc, device=device),
+            torch.empty(0, dtype=torch.int32, device=device),
+        ]
+
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights by dotted name."""
         return named_weights(self)
@@ -217,8 +227,16 @@ class ReplayReferenceForCausalLM(SeededWeights):
     def _ngram_rows(self, input_ids: torch.Tensor, lookback: torch.Tensor | None) -> torch.Tensor | None:
         if not self.token_lookback_depth:
             return None
+        columns = self.token_lookback_depth * self.config.engram_heads
+        table_rows = torch.empty((input_ids.shape[0], columns), dtype=torch.int64, device=input_ids.device)
+        self._find_ngram_rows(input_ids, lookback, table_rows)
+        return table_rows
+
+    @eager_break_during_capture
+    def _find_ngram_rows(self, input_ids: torch.Tensor, lookback: torch.Tensor | None, out: torch.Tensor) -> None:
+        """N-gram rows int64 ``[T, columns]`` into ``out``; reads the step's metadata, so it is a break in graphs."""
         metadata = layer_metadata(self.layers[0].attn.swa_cache.prefix)
         if metadata is not None and lookback is None:
             raise RuntimeError("Engram layers need lookback_token_ids: run this model with its own model state")
         rows = None if metadata is None else metadata.rows(input_ids.shape[0])
-        return ngram_rows(self.config, input_ids, lookback, rows)
+        out.copy_(ngram_rows(self.config, input_ids, lookback, rows))

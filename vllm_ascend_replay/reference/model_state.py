@@ -18,7 +18,14 @@ from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
 from vllm_ascend_replay import kernels
 from vllm_ascend_replay.batch import KeptRows, ReplayBatch, shrink_input_batch
 from vllm_ascend_replay.config import read_settings
-from vllm_ascend_replay.model_state import ReplayModelState, StepInputs, forbid_bounded_decode_graphs, keeps_every_row
+from vllm_ascend_replay.graphs import GraphHost
+from vllm_ascend_replay.model_state import (
+    ReplayModelState,
+    StepInputs,
+    capture_replay_graphs,
+    forbid_bounded_decode_graphs,
+    keeps_every_row,
+)
 from vllm_ascend_replay.support import unsupported_reason
 from vllm_ascend_replay.tail import replay_context
 
@@ -69,6 +76,8 @@ class ReferenceModelState(ReplayModelState, DefaultModelState):
             return
         self.init_replay(self, model.tail, settings, window=model.window)
         forbid_bounded_decode_graphs(_model_runner_class())
+        self.init_replay_graphs(model, GraphHost(states=model.crossing_states(self.device)))
+        capture_replay_graphs(_model_runner_class())
         logger.info(
             "decoder replay is on: policy %s, layers %d-%d of %d run on the last %d rows of a prompt (window %d)",
             settings.policy,
@@ -106,6 +115,13 @@ class ReferenceModelState(ReplayModelState, DefaultModelState):
         return bool((input_batch.seq_lens_cpu_upper_bound[:n].numpy() == query).all())
 
     # -- a step -------------------------------------------------------------------------------------------------
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        # What graphs are captured with; `prepare_inputs` refills it in place.
+        inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
+        if self._lookback.shape[1]:
+            inputs["lookback_token_ids"] = self._lookback
+        return inputs
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
         inputs = super().prepare_inputs(input_batch, req_states)
@@ -217,6 +233,9 @@ class ReferenceModelState(ReplayModelState, DefaultModelState):
         slots = build_slot_mappings_by_layer(kept.slot_mappings, step.kv_cache_config)
         context = replay_context(kept, metadata, slots, dp_metadata)
         return ReplayBatch(kept, cut_context=context, late_context=context)
+
+    def forget_attention_groups(self) -> None:
+        self._replay_groups = None
 
     def _clone_groups(self, attn_groups: Any, prefixes: Collection[str]) -> list[list[Any]]:
         """The groups restricted to layers in ``prefixes``, with builders of their own.
