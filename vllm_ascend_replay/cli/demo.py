@@ -44,6 +44,10 @@ LOG_LINES = 30
 """Of a failed engine's log, shown to the user."""
 
 
+Advance = Callable[..., None]
+"""``advance(doing, steps=1)``: something ended, and what comes next; ``steps=0``: something begins."""
+
+
 class EngineFailed(RuntimeError):
     """An engine's process ended without all answers."""
 
@@ -55,6 +59,18 @@ class Arm:
     title: str
     settings: dict[str, str]
     cases: list[Case]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all engines did."""
+
+    ready: dict[str, Any]
+    """What the first engine said of itself: ``vllm``, ``runner``, ``seconds`` to start."""
+    off: dict[str, Run]
+    """Each case's run without replay."""
+    on: dict[str, Run]
+    oracle: Oracle
 
 
 @dataclass
@@ -125,53 +141,62 @@ def missing_part() -> str | None:
 
 
 def _compare(console: Console) -> tuple[dict[str, Any], list[Result]]:
-    """Run every engine and judge every case."""
+    """Run every engine and judge every case, under a progress bar."""
     cases = all_cases()
-    windowed, exact = ([case for case in cases if case.keep == keep] for keep in ("window", "exact"))
-    arms = [
-        Arm("replay off", {"ASCEND_REPLAY": "0"}, windowed),
-        Arm("replay on", {}, windowed),
-        Arm("replay on, exact", {"ASCEND_REPLAY_KEEP": "exact"}, exact),
-    ]
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with tempfile.TemporaryDirectory() as scratch, Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("preparing", total=sum(1 + len(arm.cases) for arm in arms) + len(cases))
+        task = progress.add_task("preparing", total=None)
 
         def advance(doing: str, steps: int = 1) -> None:
             progress.update(task, advance=steps, description=doing)
             if not console.is_terminal and not steps:
                 console.print(doing, highlight=False)  # there is no bar
 
-        from vllm_ascend_replay.reference.config import ReferenceConfig, write_model
-
-        config = ReferenceConfig.from_pretrained(write_model(Path(scratch) / "model", demo_cases.MODEL))
-        readies, runs = [], []
-        for arm in arms:
-            ready, arm_runs = run_arm(arm, Path(scratch), advance)
-            readies.append(ready)
-            runs.append(arm_runs)
-        off_runs, on_runs = runs[0], {**runs[1], **runs[2]}
-
-        import torch
-
-        from vllm_ascend_replay.reference.oracle import Oracle
-
-        oracle = Oracle(config, torch.load(Path(scratch) / "weights.pt"))
+        arms = arms_of(cases)
+        progress.update(task, total=sum(1 + len(arm.cases) for arm in arms) + len(cases))
+        outcome = run_engines(arms, Path(scratch), advance)
         results = []
         for case in cases:
             advance(f"oracle: {case.name}", steps=0)
-            results.append(judge(case, off_runs[case.compared_with], on_runs[case.name], oracle))
+            results.append(judge(case, outcome.off[case.compared_with], outcome.on[case.name], outcome.oracle))
             advance(f"oracle: {case.name}")
-    return readies[1], results
+    return outcome.ready, results
 
 
-def run_arm(arm: Arm, scratch: Path, advance: Callable[..., None]) -> tuple[dict[str, Any], dict[str, Run]]:
+def arms_of(cases: Sequence[Case]) -> list[Arm]:
+    """Replay off, on, and on in its lossless setting."""
+    windowed, exact = ([case for case in cases if case.keep == keep] for keep in ("window", "exact"))
+    return [
+        Arm("replay off", {"ASCEND_REPLAY": "0"}, windowed),
+        Arm("replay on", {}, windowed),
+        Arm("replay on, exact", {"ASCEND_REPLAY_KEEP": "exact"}, exact),
+    ]
+
+
+def run_engines(arms: Sequence[Arm], scratch: Path, advance: Advance) -> Outcome:
+    """Run the arms one after the other; the first is the one without replay.
+
+    Raises:
+        EngineFailed: a process ended early.
+    """
+    import torch
+
+    from vllm_ascend_replay.reference.config import ReferenceConfig, write_model
+    from vllm_ascend_replay.reference.oracle import Oracle
+
+    config = ReferenceConfig.from_pretrained(write_model(scratch / "model", demo_cases.MODEL))
+    (ready, off), *others = [run_arm(arm, scratch, advance) for arm in arms]
+    on = {name: run for _, runs in others for name, run in runs.items()}
+    return Outcome(ready, off, on, Oracle(config, torch.load(scratch / "weights.pt")))
+
+
+def run_arm(arm: Arm, scratch: Path, advance: Advance) -> tuple[dict[str, Any], dict[str, Run]]:
     """Run one engine in a process of its own.
 
     Args:
         arm: what to run.
         scratch: directory that holds ``model``; takes the log and the weights.
-        advance: called with a description before something begins (``steps=0``) and when it ended.
+        advance: is told what happens.
 
     Returns:
         What the engine said of itself, and each case's run.
