@@ -18,7 +18,7 @@ PROMPTS = {"short": 5, "long": 150, "middle": 67, "odd": 37}
 def engine_and_oracle(request, tmp_path_factory) -> Iterator[tuple[Engine, Oracle]]:
     directory = write_model(tmp_path_factory.mktemp("model"), "tiny", compute_dtype=request.param)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in prepare_environment(ASCEND_REPLAY="0").items():
+        for name, value in prepare_environment({"ASCEND_REPLAY": "0"}).items():
             patch.setenv(name, value)
         engine = Engine(
             str(directory),

@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 NO_SLOT = -1
+MAX_TILE = 64
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class Rows:
     """int64 ``[T]``: rows of the same request before this one in the step."""
     remaining: torch.Tensor
     """int64 ``[T]``: rows of the same request from this one on, this one included."""
+
+    boundaries: torch.Tensor
+    """int64 ``[R + 1]``."""
 
     @classmethod
     def from_boundaries(cls, query_start_loc: torch.Tensor, num_rows: int) -> Rows:
@@ -49,6 +53,50 @@ class Rows:
             real=real,
             offset=row - boundaries.index_select(0, request),
             remaining=boundaries.index_select(0, request + 1) - row,
+            boundaries=boundaries,
+        )
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows in tiles of equal size, each of one request, so that a tile reads its request's pages once.
+
+    The number of tiles is a host bound; which rows are in one is only known to the device. Tiles may stay empty.
+    """
+
+    row: torch.Tensor
+    """int64 ``[tiles, size]``: a row of the batch; some row of it where ``real`` is false."""
+    real: torch.Tensor
+    """bool ``[tiles, size]``."""
+    request: torch.Tensor
+    """int64 ``[tiles]``."""
+    place: torch.Tensor
+    """int64 ``[T]``: where row ``t`` lies among the ``tiles * size`` places; some place for rows beyond the requests."""
+
+    @classmethod
+    def from_rows(cls, rows: Rows, size: int) -> Tiles:
+        """
+        Args:
+            rows: at least one.
+            size: rows in a tile; a waste where requests have fewer.
+        """
+        num_rows, boundaries = rows.request.shape[0], rows.boundaries
+        num_reqs = boundaries.shape[0] - 1
+        num_tiles = num_rows if size == 1 else num_rows // size + num_reqs
+        per_request = (boundaries.diff() + size - 1) // size
+        ends = per_request.cumsum(0)
+        begins = ends - per_request
+        tile = torch.arange(num_tiles, device=boundaries.device)
+        request = torch.searchsorted(ends, tile, right=True).clamp(max=num_reqs - 1)
+        row = (boundaries[:-1] - begins * size).index_select(0, request) + tile * size
+        row = row.unsqueeze(1) + torch.arange(size, device=boundaries.device)
+        real = row < boundaries[1:].index_select(0, request).unsqueeze(1)
+        place = begins.index_select(0, rows.request) * size + rows.offset
+        return cls(
+            row=row.clamp(0, num_rows - 1),
+            real=real,
+            request=request,
+            place=place.clamp(0, num_tiles * size - 1),
         )
 
 
@@ -65,18 +113,29 @@ class ReferenceMetadata:
     """int64 ``[T]``: where a row's entry goes, in tokens; negative: nowhere."""
     query_start_loc: torch.Tensor
     """int32 ``[R + 1]``."""
+    max_query_len: int
+    """No request has more rows; a host bound, and only a hint."""
     max_seq_len: int
     """No request is longer; a host bound, so that reads have a fixed width."""
     kv_start: torch.Tensor | None = None
     """int32 ``[R]``: first position of which window KV exists; ``None``: every position."""
 
+    in_graph: bool = False
+    """Whether a FULL graph is captured with it: what is derived from it must be computed inside that graph."""
     _rows: Rows | None = None
 
     def rows(self, num_rows: int) -> Rows:
         """Where each of ``num_rows`` rows (padding included) belongs; computed once for all layers of the group."""
+        if self.in_graph:
+            return Rows.from_boundaries(self.query_start_loc, num_rows)
         if self._rows is None or self._rows.request.shape[0] != num_rows:
             self._rows = Rows.from_boundaries(self.query_start_loc, num_rows)
         return self._rows
+
+    def tiles(self, num_rows: int) -> Tiles:
+        """The rows in tiles as large as the longest query fills."""
+        size = min(MAX_TILE, 1 << (max(self.max_query_len, 1) - 1).bit_length())
+        return Tiles.from_rows(self.rows(num_rows), size)
 
     def slots(self, num_rows: int) -> torch.Tensor:
         """int64 ``[num_rows]``: `slot_mapping`, and `NO_SLOT` for rows beyond the requests."""
@@ -110,8 +169,14 @@ class ReferenceMetadataBuilder(AttentionMetadataBuilder[ReferenceMetadata]):
             block_table=common.block_table_tensor[:num_reqs],
             slot_mapping=common.slot_mapping,
             query_start_loc=common.query_start_loc[: num_reqs + 1],
+            max_query_len=common.max_query_len,
             max_seq_len=common.max_seq_len,
         )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> ReferenceMetadata:
+        metadata = self.build(0, common_attn_metadata)
+        metadata.in_graph = True
+        return metadata
 
 
 class WindowMetadataBuilder(ReferenceMetadataBuilder):

@@ -73,18 +73,47 @@ class MoE(SeededWeights):
         if self.exchange and metadata is not None:
             exchange_rows(x, metadata)
         out = torch.empty_like(x)
-        for part in row_slices(x.shape[0], self.w1.shape[0] * max(self.w1.shape[1:])):
-            out[part] = self._experts(x[part])
+        for part in row_slices(x.shape[0], self.w1.shape[0] * max(self.w1.shape[1:]) * x.dtype.itemsize):
+            out[part] = self._grouped(x[part]) if self._can_group(x) else self._dense(x[part])
         return out
 
-    def _experts(self, x: torch.Tensor) -> torch.Tensor:
-        acc = accumulation_dtype(self.dtype)
-        scores = functional.softplus(functional.linear(x.to(acc), self.gate)).sqrt()
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts int64 ``[T, k]`` of each row, and their weights in the accumulation dtype."""
+        scores = functional.softplus(functional.linear(x.to(self.gate.dtype), self.gate)).sqrt()
         chosen = (scores + self.gate_bias).topk(self.k, -1).indices
         weights = scores.gather(1, chosen)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.factor
-        weights = functional.pad(torch.zeros_like(scores).scatter(1, chosen, weights), (0, 1), value=1.0)
-        gate = torch.einsum("eih,th->tei", self.w1, x).clamp(max=self.limit)
-        up = torch.einsum("eih,th->tei", self.w3, x).clamp(-self.limit, self.limit)
-        y = torch.einsum("ehi,tei->teh", self.w2, functional.silu(gate) * up)
-        return torch.einsum("te,teh->th", weights, y.to(acc)).to(x.dtype)
+        return chosen, weights
+
+    def _activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return functional.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+
+    def _dense(self, x: torch.Tensor) -> torch.Tensor:
+        """Every expert on every row: right in any dtype, and quick while there are few experts."""
+        chosen, weights = self._route(x)
+        spread = weights.new_zeros((x.shape[0], self.w1.shape[0])).scatter(1, chosen, weights)
+        spread[:, -1] = 1.0
+        inner = self._activate(torch.einsum("eih,th->tei", self.w1, x), torch.einsum("eih,th->tei", self.w3, x))
+        y = torch.einsum("ehi,tei->teh", self.w2, inner)
+        return torch.einsum("te,teh->th", spread, y.to(spread.dtype)).to(x.dtype)
+
+    @staticmethod
+    def _can_group(x: torch.Tensor) -> bool:
+        # What PyTorch's grouped product takes without waiting for the group sizes on the host.
+        return x.is_cuda and x.dtype == torch.bfloat16
+
+    def _grouped(self, x: torch.Tensor) -> torch.Tensor:
+        """Each row on its own experts: rows sorted by expert, one grouped product per matrix."""
+        chosen, weights = self._route(x)
+        shared = self.w1.shape[0] - 1
+        chosen, weights = functional.pad(chosen, (0, 1), value=shared), functional.pad(weights, (0, 1), value=1.0)
+        order = chosen.flatten().argsort(stable=True)
+        ends = (chosen.reshape(-1, 1) == torch.arange(shared + 1, device=x.device)).sum(0).cumsum(0).int()
+        rows = x.index_select(0, order // chosen.shape[1])
+
+        def product(values: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+            return torch._grouped_mm(values, matrices.transpose(1, 2), offs=ends)
+
+        y = product(self._activate(product(rows, self.w1), product(rows, self.w3)), self.w2)
+        by_row = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, chosen.shape)
+        return torch.einsum("tk,tkh->th", weights, by_row.to(weights.dtype)).to(x.dtype)

@@ -10,13 +10,13 @@ from torch.nn import functional
 
 from vllm_ascend_replay.reference.config import ReferenceConfig
 
-# Elements of the largest temporary; bounds memory when a step has many rows over long contexts.
-MAX_ELEMENTS = 1 << 26
+# Of the largest temporary; bounds memory when a step has many rows over long contexts.
+MAX_BYTES = 1 << 29
 
 
-def row_slices(num_rows: int, elements_per_row: int) -> Iterator[slice]:
-    """Slices that cover ``num_rows`` so that each temporary stays within `MAX_ELEMENTS`."""
-    step = max(1, MAX_ELEMENTS // max(elements_per_row, 1))
+def row_slices(num_rows: int, bytes_per_row: int) -> Iterator[slice]:
+    """Slices that cover ``num_rows`` so that each temporary stays within `MAX_BYTES`."""
+    step = max(1, MAX_BYTES // max(bytes_per_row, 1))
     for begin in range(0, num_rows, step):
         yield slice(begin, min(begin + step, num_rows))
 
@@ -94,24 +94,6 @@ class Selection:
         """int32 ``[num_rows, k]``: the last index source's choice in rising order; -1: none."""
         return self._entries[:num_rows]
 
-    def clear(self, num_rows: int) -> None:
-        """Choose no entry for any row; where there is none to choose from."""
-        self._entries[:num_rows].fill_(-1)
-
-    def choose(
-        self, rows: slice, scores: torch.Tensor, lengths: torch.Tensor, *, find_blocks: bool, use_blocks: bool
-    ) -> None:
-        """Choose entries for ``rows``.
-
-        Args:
-            rows: of the batch.
-            scores: ``[n_rows, n]``, ``-inf`` where a row sees no entry.
-            lengths: int64 ``[n_rows]``: entries that each row sees.
-            find_blocks: also choose the candidate blocks that later index sources keep to.
-            use_blocks: keep to the candidate blocks chosen before.
-        """
-        if find_blocks:
-            self._blocks[rows] = best_blocks(scores, lengths, block=self.block, k=self.num_blocks).int()
-        if use_blocks:
-            scores = mask_blocks(scores, self._blocks[rows], block=self.block)
-        self._entries[rows] = best_entries(scores, k=self.k).int()
+    def blocks(self, num_rows: int) -> torch.Tensor:
+        """int32 ``[num_rows, num_blocks]``: the candidate source's choice; -1: none."""
+        return self._blocks[:num_rows]
