@@ -71,7 +71,7 @@ class Tiles:
     request: torch.Tensor
     """int64 ``[tiles]``."""
     place: torch.Tensor
-    """int64 ``[T]``: where row ``t`` lies among the ``tiles * size`` places; some place for rows beyond the requests."""
+    """int64 ``[T]``: where row ``t`` lies among the ``tiles * size`` places; anywhere for rows beyond the requests."""
 
     @classmethod
     def from_rows(cls, rows: Rows, size: int) -> Tiles:
