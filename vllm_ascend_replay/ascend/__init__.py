@@ -70,22 +70,26 @@ def switched_on(vllm_config: Any) -> bool:
     return read_settings().enabled and bool(getattr(vllm_config.cache_config, "swa_bounded_replay", True))
 
 
-def off_reason(vllm_config: Any) -> str | None:
-    """Why decoder replay cannot run with this configuration on vllm-ascend; `None` if it can.
-
-    The scheduler's process and the workers ask alike, so it looks at the configuration only, not at a loaded model.
-    """
+def facts(vllm_config: Any) -> SimpleNamespace:
+    """What the gate table asks of a model, from the configuration alone."""
     from vllm_ascend_replay.ascend import prefix_cap
 
     parallel = vllm_config.parallel_config
     engram_layers = getattr(vllm_config.model_config.hf_text_config, "engram_layer_ids", None)
-    facts = SimpleNamespace(
+    return SimpleNamespace(
         caps_prefix_hits=prefix_cap.installed(),
         shards_tokens=bool(parallel.use_sequence_parallel_moe or _ascend_option(vllm_config, "enable_dsa_cp")),
         has_engram=bool(engram_layers) and getattr(vllm_config, "engram_config", None) is not None,
         relabels_prefill_as_decode=bool(_ascend_option(vllm_config, "recompute_scheduler_enable")),
     )
-    return unsupported_reason(vllm_config, facts) or missing_seam()
+
+
+def off_reason(vllm_config: Any) -> str | None:
+    """Why decoder replay cannot run with this configuration on vllm-ascend; `None` if it can.
+
+    The scheduler's process and the workers ask alike, so it looks at the configuration only, not at a loaded model.
+    """
+    return unsupported_reason(vllm_config, facts(vllm_config)) or missing_seam()
 
 
 def _ascend_option(vllm_config: Any, name: str) -> Any:
