@@ -59,14 +59,23 @@ class Tuning:
     """Programs that share those rows' elements."""
     scatter_rows: int
     scatter_parts: int
+    local_bytes: int | None = None
+    """Local memory that the tiles of one launch may take, if the device has such a limit."""
     options: tuple[tuple[str, int], ...] = ()
     """Compiler options of the launch. triton-ascend warns about options that it does not know, so it gets none."""
 
 
 _TUNING = {
-    # Few cores with 192 KiB of local memory each: long runs, whole tiles, double buffering by the compiler.
+    # Few cores with at least 192 KiB of local memory each: long runs, large tiles, double buffering by the compiler.
     "npu": Tuning(
-        1, table_block=512, tile_bytes=16384, gather_rows=8, gather_parts=4, scatter_rows=16, scatter_parts=1
+        1,
+        table_block=512,
+        tile_bytes=16384,
+        gather_rows=8,
+        gather_parts=4,
+        scatter_rows=16,
+        scatter_parts=1,
+        local_bytes=160 << 10,
     ),
     # Thousands of small programs hide the latency; a tile is 16 bytes for each thread, four times.
     "cuda": Tuning(
@@ -395,16 +404,31 @@ def _zero_rows(
             tl.store(target + c + lane, zeros, mask=lane < size - c)
 
 
+# Types that the kernels move as they are. Bits are moved, not values, so every other type of the same size goes as an
+# integer: bool, fp8 and fp64 are not the same, or not there, in all of Triton's backends.
+_MOVED = {torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.int16, torch.int32, torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _as_rows(tensors: Sequence[torch.Tensor], name: str) -> tuple[list[torch.Tensor], list[int]]:
-    """The tensors with a dtype that every Triton moves, and the elements of a row of each."""
+    """The tensors in types that the kernels move, and the elements of a row of each."""
     moved, widths = [], []
     for i, tensor in enumerate(tensors):
         if not tensor.is_contiguous():
             raise ValueError(f"{name}[{i}] must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}")
-        # Bits are moved, not values; one-byte types (bool, fp8) differ between Triton's backends, bytes do not.
-        moved.append(tensor.view(torch.int8) if tensor.element_size() == 1 else tensor)
+        moved.append(tensor if tensor.dtype in _MOVED else tensor.view(_INTEGERS[tensor.element_size()]))
         widths.append(math.prod(tensor.shape[1:]))
     return moved, widths
+
+
+def _tile_bytes(cut: Tuning, widths: Sequence[int], rows: int) -> int:
+    """The device's tile, or a smaller one if so many wide tensors would not fit into its local memory."""
+    wide = sum(width * rows > _SMALL.value for width in widths)
+    tile = cut.tile_bytes
+    # Two tiles are in flight for every tensor, and one holds zeros of its type.
+    while cut.local_bytes and 3 * wide * tile > cut.local_bytes:
+        tile //= 2
+    return tile
 
 
 def _aligned(tensors: Sequence[torch.Tensor]) -> bool:
@@ -525,7 +549,7 @@ def gather_states(rows: torch.Tensor, states: Sequence[torch.Tensor], out: Seque
             *_fill_up(widths[some], _MAX_GATHERED, 0),
             ROWS=cut.gather_rows,
             PARTS=cut.gather_parts,
-            TILE=cut.tile_bytes,
+            TILE=_tile_bytes(cut, widths[some], cut.gather_rows),
             ALIGNED=_aligned([*sources[some], *targets[some]]),
             **dict(cut.options),
         )
@@ -650,7 +674,7 @@ def scatter_rows(
             *_fill_up(widths[some], _MAX_SCATTERED, 0),
             ROWS=cut.scatter_rows,
             PARTS=cut.scatter_parts,
-            TILE=cut.tile_bytes,
+            TILE=_tile_bytes(cut, widths[some], cut.scatter_rows),
             ALIGNED=_aligned([*sources[some], *targets[some]]),
             **dict(cut.options),
         )

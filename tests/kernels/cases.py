@@ -58,7 +58,7 @@ class Canvas:
 
 
 def equal_bits(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    assert got.shape == want.shape and got.dtype == want.dtype, f"{what}: {got.shape} {got.dtype}"
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), what
     got, want = got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)
     if not torch.equal(got, want):
         bad = (got != want).nonzero().flatten()
