@@ -91,14 +91,18 @@ def test_engine_core_and_worker_processes(model, arms):
 
 
 def test_several_samples_and_ngram_speculation(model, arms):
-    several = start(model, [([PROMPTS[0]], dict(temperature=1.0, top_k=1, n=3, max_tokens=5))], **CHUNKS)
+    several = start(model, [([PROMPTS[0]], dict(temperature=1.0, seed=3, n=3, max_tokens=5, logprobs=-1))], **CHUNKS)
     # A repetitive prompt, so that drafts are proposed and accepted or refused.
     prompt = (tokens(9) * 12)[:101]
     drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
     runs = [([prompt, PROMPTS[1]], dict(temperature=0.0, max_tokens=24, logprobs=-1))]
     speculating = start(model, runs, stats=True, speculative_config=drafts, **CHUNKS)
-    n = several.answer()["runs"][0][0]["tokens"]
-    assert n == [arms["final"]["runs"][0][0]["tokens"][0][:5]] * 3
+    # Three samples of one prompt: each is one of the model's own continuations, and all begin with row P - 1.
+    samples = several.answer()["runs"][0][0]
+    assert len(samples["tokens"]) == 3
+    expected = arms["final"]["runs"][0][0]["logprobs"][0][0]
+    for logprobs in samples["logprobs"]:
+        assert max(abs(logprobs[0][t] - expected[t]) for t in expected) < 1e-5
     plain = start(model, runs, stats=True, **CHUNKS)
     with_drafts = speculating.answer()
     assert largest_difference(with_drafts["runs"][0], plain.answer()["runs"][0]) < 1e-5
@@ -111,7 +115,7 @@ def test_preempted_requests_resume_with_drafts_in_the_last_chunk(model):
     prompts = [(tokens(5, seed) * 12)[:57] for seed in range(6)]
     runs = [(prompts, dict(temperature=0.0, max_tokens=40, logprobs=-1))]
     drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
-    common = dict(num_gpu_blocks_override=26, max_model_len=112, enable_prefix_caching=False, **CHUNKS)
+    common = dict(num_gpu_blocks_override=22, max_model_len=112, enable_prefix_caching=False, **CHUNKS)
     exact = {"ASCEND_REPLAY_KEEP": "exact"}
     small = start(model, runs, exact, stats=True, speculative_config=drafts, **common)
     roomy = start(model, runs, {"ASCEND_REPLAY": "0"}, max_model_len=112, enable_prefix_caching=False, **CHUNKS)

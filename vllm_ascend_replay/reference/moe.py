@@ -36,8 +36,10 @@ def exchange_rows(x: torch.Tensor, metadata: DPMetadata) -> None:
     sent = x.new_zeros(int(told.max()) + 1, dtype=torch.float32)
     sent[0] = num_rows
     sent[1 : num_rows + 1] = x.float().sum(-1)
-    received = sent.new_empty((told.numel(), sent.numel()))
-    dist.all_gather_into_tensor(received, sent, group=group.device_group)
+    # Flat: gloo wants the ranks' parts along the dimension that the sent tensor has.
+    gathered = sent.new_empty(told.numel() * sent.numel())
+    dist.all_gather_into_tensor(gathered, sent, group=group.device_group)
+    received = gathered.view(told.numel(), sent.numel())
     if x.device.type == "cpu" and (counts := received[:, 0].long().tolist()) != told.tolist():
         raise RuntimeError(f"MoE on DP ranks runs {counts} rows; the metadata of rank {rank} says {told.tolist()}")
 
