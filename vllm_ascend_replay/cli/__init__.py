@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from vllm_ascend_replay import __version__
-from vllm_ascend_replay.cli import bench, verify
+from vllm_ascend_replay.cli import bench, doctor, verify
 from vllm_ascend_replay.cli.options import JsonFile, writable
 
 app = typer.Typer(
@@ -45,6 +45,7 @@ def demo_command(json_file: JsonFile = None) -> None:
     raise typer.Exit(run_demo(writable(json_file)))
 
 
+app.command("doctor", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(doctor.doctor)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
 

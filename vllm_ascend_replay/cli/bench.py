@@ -337,12 +337,12 @@ def bench(
 
     if mode not in MODES:
         raise typer.BadParameter(f"{mode!r}; allowed: {', '.join(MODES)}", param_hint="--mode")
+    writable(json_file)
+    writable(plot_file, "--plot")
     if plot_file is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter(
             "matplotlib is not installed: pip install 'vllm-ascend-replay[plot]'", param_hint="--plot"
         )
-    writable(json_file)
-    writable(plot_file, "--plot")
     load = Load(
         mode,
         positive_numbers(tokens, "--tokens"),

@@ -63,7 +63,7 @@ class Compared:
     """Longer than the window, so that a server with replay may trim it."""
     first_token_agrees: bool
     greedy_agreement: float
-    """Share of the generated tokens that a full run would have chosen too."""
+    """Share of the generated tokens that a full run would have chosen too, near-ties included."""
     mean_kl: float
     max_kl: float
     last_window_kl: float | None
@@ -137,9 +137,9 @@ def divergence(full: Distribution, other: Distribution) -> float:
     return max(kl, 0.0)
 
 
-def best(distribution: Distribution) -> int:
-    """The most likely token; of equals the lowest id."""
-    return min(distribution, key=lambda token: (-distribution[token], token))
+def agrees(full: Distribution, token: int, tie: float) -> bool:
+    """Whether a full run would have chosen ``token``, or one as good: within ``tie`` nats of its best."""
+    return full.get(token, -math.inf) >= max(full.values()) - tie
 
 
 def judge(prompts: Sequence[Compared], needles: Sequence[Needle], limits: Limits) -> list[Check]:
@@ -248,7 +248,7 @@ class Side:
         }
 
 
-def compare(replay: Side, full: Side, prompt: Prompt, tokens: int, window: int) -> Compared:
+def compare(replay: Side, full: Side, prompt: Prompt, tokens: int, window: int, tie: float) -> Compared:
     """Continue a prompt with replay and score the very tokens in a full run."""
     ids, generated, with_replay = replay.generate(prompt.name, prompt.prompt, tokens)
     in_full = full.score(f"{prompt.name}, full", ids, generated)
@@ -258,13 +258,13 @@ def compare(replay: Side, full: Side, prompt: Prompt, tokens: int, window: int) 
     if trimmed:
         seen = full.score(f"{prompt.name}, last window only", ids[-window:], generated)
         last_window = sum(divergence(p, q) for p, q in zip(in_full, seen)) / tokens
-    agrees = [best(p) == token for p, token in zip(in_full, generated)]
+    agreeing = [agrees(p, token, tie) for p, token in zip(in_full, generated)]
     return Compared(
         name=prompt.name,
         tokens=len(ids),
         trimmed=trimmed,
-        first_token_agrees=agrees[0],
-        greedy_agreement=sum(agrees) / tokens,
+        first_token_agrees=agreeing[0],
+        greedy_agreement=sum(agreeing) / tokens,
         mean_kl=sum(kls) / tokens,
         max_kl=max(kls),
         last_window_kl=last_window,
@@ -331,6 +331,7 @@ class Plan:
     prompts: tuple[Prompt, ...]
     tokens: int
     window: int
+    tie: float
     needle_tokens: int
     vocab_size: int
     seed: int
@@ -354,7 +355,7 @@ def run(replay: Side, full: Side, plan: Plan, console: Console) -> Report:
         task = progress.add_task("comparing", total=len(prompts) + len(depths))
         for prompt in prompts:
             progress.update(task, description=prompt.name)
-            compared.append(compare(replay, full, prompt, plan.tokens, plan.window))
+            compared.append(compare(replay, full, prompt, plan.tokens, plan.window, plan.tie))
             progress.advance(task)
         for depth in depths:
             progress.update(task, description=f"needle at {depth:.0%}")
@@ -430,7 +431,7 @@ def demo_server() -> Iterator[str]:
 
     with tempfile.TemporaryDirectory() as scratch:
         model = write_model(Path(scratch) / "model", "tiny")
-        environ = {**prepare_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        environ = {**prepare_environment({}), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         with serve(model, Path(scratch) / "server.log", environ=environ) as url:
             yield url
 
@@ -461,6 +462,9 @@ def verify(
     min_first_token: Annotated[float, typer.Option(help="Least share of equal first tokens.", min=0, max=1)] = 0.9,
     min_greedy: Annotated[float, typer.Option(help="Least share of equal greedy tokens.", min=0, max=1)] = 0.9,
     max_lost_needles: Annotated[int, typer.Option(help="Needles only the full run may find.", min=0)] = 0,
+    tie: Annotated[
+        float, typer.Option(help="Nats below the full run's best token that still count as agreement.", min=0)
+    ] = 0.05,
     seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
     api_key: ApiKey = None,
     timeout: Timeout = 600,
@@ -484,7 +488,9 @@ def verify(
         raise typer.BadParameter(str(error), param_hint="--prompts") from error
     writable(json_file)
     limits = Limits(max_mean_kl, max_kl, min_first_token, min_greedy, max_lost_needles)
-    plan = Plan(positive_numbers(lengths, "--lengths"), own, tokens, window, needle_tokens, vocab_size, seed, limits)
+    plan = Plan(
+        positive_numbers(lengths, "--lengths"), own, tokens, window, tie, needle_tokens, vocab_size, seed, limits
+    )
     raise typer.Exit(_verify(url, baseline_url, plan, logprobs, model, api_key, timeout, json_file))
 
 
