@@ -61,6 +61,8 @@ class Tuning:
     scatter_parts: int
     local_bytes: int | None = None
     """Local memory that the tiles of one launch may take, if the device has such a limit."""
+    line_bytes: int = 1
+    """Stores of two programs must not meet inside so many bytes."""
     options: tuple[tuple[str, int], ...] = ()
     """Compiler options of the launch. triton-ascend warns about options that it does not know, so it gets none."""
 
@@ -76,6 +78,7 @@ _TUNING = {
         scatter_rows=16,
         scatter_parts=1,
         local_bytes=160 << 10,
+        line_bytes=32,
     ),
     # Thousands of small programs hide the latency; a tile is 16 bytes for each thread, four times.
     "cuda": Tuning(
@@ -421,14 +424,17 @@ def _as_rows(tensors: Sequence[torch.Tensor], name: str) -> tuple[list[torch.Ten
     return moved, widths
 
 
-def _tile_bytes(cut: Tuning, widths: Sequence[int], rows: int) -> int:
-    """The device's tile, or a smaller one if so many wide tensors would not fit into its local memory."""
+def _cut_rows(cut: Tuning, rows: int, tensors: Sequence[torch.Tensor], widths: Sequence[int]) -> dict[str, int]:
+    """``ROWS`` and ``TILE`` for tensors with ``widths`` elements in a row; the device's own where it can be."""
+    # A block of rows ends where a line ends, in every tensor.
+    while any(rows * width * tensor.element_size() % cut.line_bytes for width, tensor in zip(widths, tensors)):
+        rows *= 2
+    # Two tiles are in flight for every wide tensor, and one holds zeros of its type.
     wide = sum(width * rows > _SMALL.value for width in widths)
     tile = cut.tile_bytes
-    # Two tiles are in flight for every tensor, and one holds zeros of its type.
     while cut.local_bytes and 3 * wide * tile > cut.local_bytes:
         tile //= 2
-    return tile
+    return {"ROWS": rows, "TILE": tile}
 
 
 def _aligned(tensors: Sequence[torch.Tensor]) -> bool:
@@ -482,6 +488,7 @@ def _gather_states_kernel(
     ALIGNED: tl.constexpr,
 ):
     for item in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * PARTS, tl.num_programs(0)):
+        # Narrow tensors fit one tile, so one part moves them; another one for each, beside its share of the wide ones.
         part = item % PARTS
         low = item // PARTS * ROWS
         count = tl.minimum(num_rows - low, ROWS)
@@ -497,22 +504,22 @@ def _gather_states_kernel(
             at = low + i
             if row >= 0:
                 _copy_rows(source0_ptr, target0_ptr, row, at, run, part, W0, ROWS, PARTS, TILE, ALIGNED)
-                _copy_rows(source1_ptr, target1_ptr, row, at, run, part, W1, ROWS, PARTS, TILE, ALIGNED)
-                _copy_rows(source2_ptr, target2_ptr, row, at, run, part, W2, ROWS, PARTS, TILE, ALIGNED)
-                _copy_rows(source3_ptr, target3_ptr, row, at, run, part, W3, ROWS, PARTS, TILE, ALIGNED)
-                _copy_rows(source4_ptr, target4_ptr, row, at, run, part, W4, ROWS, PARTS, TILE, ALIGNED)
-                _copy_rows(source5_ptr, target5_ptr, row, at, run, part, W5, ROWS, PARTS, TILE, ALIGNED)
-                _copy_rows(source6_ptr, target6_ptr, row, at, run, part, W6, ROWS, PARTS, TILE, ALIGNED)
-                _copy_rows(source7_ptr, target7_ptr, row, at, run, part, W7, ROWS, PARTS, TILE, ALIGNED)
+                _copy_rows(source1_ptr, target1_ptr, row, at, run, (part + 1) % PARTS, W1, ROWS, PARTS, TILE, ALIGNED)
+                _copy_rows(source2_ptr, target2_ptr, row, at, run, (part + 2) % PARTS, W2, ROWS, PARTS, TILE, ALIGNED)
+                _copy_rows(source3_ptr, target3_ptr, row, at, run, (part + 3) % PARTS, W3, ROWS, PARTS, TILE, ALIGNED)
+                _copy_rows(source4_ptr, target4_ptr, row, at, run, (part + 4) % PARTS, W4, ROWS, PARTS, TILE, ALIGNED)
+                _copy_rows(source5_ptr, target5_ptr, row, at, run, (part + 5) % PARTS, W5, ROWS, PARTS, TILE, ALIGNED)
+                _copy_rows(source6_ptr, target6_ptr, row, at, run, (part + 6) % PARTS, W6, ROWS, PARTS, TILE, ALIGNED)
+                _copy_rows(source7_ptr, target7_ptr, row, at, run, (part + 7) % PARTS, W7, ROWS, PARTS, TILE, ALIGNED)
             else:
                 _zero_rows(target0_ptr, at, run, part, W0, ROWS, PARTS, TILE, ALIGNED)
-                _zero_rows(target1_ptr, at, run, part, W1, ROWS, PARTS, TILE, ALIGNED)
-                _zero_rows(target2_ptr, at, run, part, W2, ROWS, PARTS, TILE, ALIGNED)
-                _zero_rows(target3_ptr, at, run, part, W3, ROWS, PARTS, TILE, ALIGNED)
-                _zero_rows(target4_ptr, at, run, part, W4, ROWS, PARTS, TILE, ALIGNED)
-                _zero_rows(target5_ptr, at, run, part, W5, ROWS, PARTS, TILE, ALIGNED)
-                _zero_rows(target6_ptr, at, run, part, W6, ROWS, PARTS, TILE, ALIGNED)
-                _zero_rows(target7_ptr, at, run, part, W7, ROWS, PARTS, TILE, ALIGNED)
+                _zero_rows(target1_ptr, at, run, (part + 1) % PARTS, W1, ROWS, PARTS, TILE, ALIGNED)
+                _zero_rows(target2_ptr, at, run, (part + 2) % PARTS, W2, ROWS, PARTS, TILE, ALIGNED)
+                _zero_rows(target3_ptr, at, run, (part + 3) % PARTS, W3, ROWS, PARTS, TILE, ALIGNED)
+                _zero_rows(target4_ptr, at, run, (part + 4) % PARTS, W4, ROWS, PARTS, TILE, ALIGNED)
+                _zero_rows(target5_ptr, at, run, (part + 5) % PARTS, W5, ROWS, PARTS, TILE, ALIGNED)
+                _zero_rows(target6_ptr, at, run, (part + 6) % PARTS, W6, ROWS, PARTS, TILE, ALIGNED)
+                _zero_rows(target7_ptr, at, run, (part + 7) % PARTS, W7, ROWS, PARTS, TILE, ALIGNED)
 
 
 def gather_states(rows: torch.Tensor, states: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
@@ -537,19 +544,19 @@ def gather_states(rows: torch.Tensor, states: Sequence[torch.Tensor], out: Seque
     cut = tuning(rows.device)
     sources, widths = _as_rows(states, "states")
     targets, _ = _as_rows(out, "out")
-    items = triton.cdiv(num_rows, cut.gather_rows) * cut.gather_parts
-    grid = (min(items, num_programs(rows.device)),)
     for at in range(0, len(sources), _MAX_GATHERED):
         some = slice(at, at + _MAX_GATHERED)
+        shape = _cut_rows(cut, cut.gather_rows, targets[some], widths[some])
+        items = triton.cdiv(num_rows, shape["ROWS"]) * cut.gather_parts
+        grid = (min(items, num_programs(rows.device)),)
         _gather_states_kernel[grid](
             rows,
             num_rows,
             *_fill_up(sources[some], _MAX_GATHERED, None),
             *_fill_up(targets[some], _MAX_GATHERED, None),
             *_fill_up(widths[some], _MAX_GATHERED, 0),
-            ROWS=cut.gather_rows,
+            **shape,
             PARTS=cut.gather_parts,
-            TILE=_tile_bytes(cut, widths[some], cut.gather_rows),
             ALIGNED=_aligned([*sources[some], *targets[some]]),
             **dict(cut.options),
         )
@@ -658,10 +665,11 @@ def scatter_rows(
     sources, widths = _as_rows(values, "values")
     targets, _ = _as_rows(out, "out")
     num_reqs = query_start_loc.numel() - 1
-    items = triton.cdiv(num_rows, cut.scatter_rows) * cut.scatter_parts
-    grid = (min(items, num_programs(out[0].device)),)
     for at in range(0, len(sources), _MAX_SCATTERED):
         some = slice(at, at + _MAX_SCATTERED)
+        shape = _cut_rows(cut, cut.scatter_rows, targets[some], widths[some])
+        items = triton.cdiv(num_rows, shape["ROWS"]) * cut.scatter_parts
+        grid = (min(items, num_programs(out[0].device)),)
         _scatter_rows_kernel[grid](
             query_start_loc,
             dropped_before,
@@ -672,9 +680,8 @@ def scatter_rows(
             *_fill_up(sources[some], _MAX_SCATTERED, None),
             *_fill_up(targets[some], _MAX_SCATTERED, None),
             *_fill_up(widths[some], _MAX_SCATTERED, 0),
-            ROWS=cut.scatter_rows,
+            **shape,
             PARTS=cut.scatter_parts,
-            TILE=_tile_bytes(cut, widths[some], cut.scatter_rows),
             ALIGNED=_aligned([*sources[some], *targets[some]]),
             **dict(cut.options),
         )
@@ -782,3 +789,89 @@ def pad_replayed_slots(
         BLOCK=cut.table_block,
         **dict(cut.options),
     )
+
+
+# -- warm-up --------------------------------------------------------------------------------------------------------
+
+
+def warm_up(
+    *,
+    positions: torch.Tensor,
+    slot_mappings: torch.Tensor,
+    rows: torch.Tensor,
+    boundaries: torch.Tensor,
+    kept_positions: torch.Tensor,
+    kept_slot_mappings: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    kept_kv_start: torch.Tensor | None = None,
+    groups: torch.Tensor | None = None,
+    num_programs: int | None = None,
+) -> None:
+    """Compile every kernel that this configuration can launch, on the buffers that it will be launched on.
+
+    Run it at start-up, before anything is captured: each compilation takes a second or more. The number and types
+    of the tensors are compiled in, their addresses, the batch and its size are not.
+
+    Args:
+        positions: int64 ``[>= 1]``, as for `gather_batch`; so are the next ones. The first padding row is written.
+        slot_mappings: int64 ``[G, >= 1]``.
+        rows: int64 ``[>= 1]``.
+        boundaries: int32 ``[>= 2]``.
+        kept_positions: int64 ``[>= 1]``.
+        kept_slot_mappings: int64 ``[G, >= 1]``.
+        states: tensors ``[>= 0, ...]`` with the types and row shapes of what `gather_states` will get, in its order.
+        outputs: the same for `scatter_rows`.
+        kept_kv_start: int32 ``[>= 1]``, if the gather will write it.
+        groups: int32 ``[N]``, if slots of cacheable groups will be padded.
+        num_programs: largest grid from now on, see `set_num_programs`; the device's cores decide if ``None``.
+    """
+    device = rows.device
+    if num_programs is not None:
+        set_num_programs(device.type, num_programs)
+
+    def zeros(count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+
+    gather_batch(
+        query_start_loc=zeros(2),
+        dropped_before=zeros(2),
+        requests=zeros(1),
+        positions=positions,
+        slot_mappings=slot_mappings,
+        rows=rows,
+        boundaries=boundaries,
+        kept_positions=kept_positions,
+        kept_slot_mappings=kept_slot_mappings,
+        num_padded=1,
+        kv_start=None if kept_kv_start is None else zeros(1),
+        kept_kv_start=kept_kv_start,
+    )
+    if groups is not None:
+        # Nothing is replayed, so no slot is touched.
+        pad_replayed_slots(
+            slot_mappings,
+            groups=groups,
+            query_start_loc=zeros(2),
+            positions=positions,
+            replay_start=zeros(1),
+            window=1,
+        )
+
+    def one_row(tensors: Sequence[torch.Tensor], offset: int) -> list[torch.Tensor]:
+        """Rows like those of the tensors, ``offset`` elements off their alignment."""
+        made = []
+        for tensor in tensors:
+            shape = (1, *tensor.shape[1:])
+            made.append(tensor.new_empty(math.prod(shape) + offset)[offset:].view(shape))
+        return made
+
+    # Tensors off a 16-byte boundary take code of their own on a GPU.
+    for offset in (0, 1) if device.type == "cuda" else (0,):
+        gather_states(rows[:1], one_row(states, offset), one_row(states, offset))
+        scatter_rows(
+            one_row(outputs, offset),
+            one_row(outputs, offset),
+            query_start_loc=zeros(2),
+            dropped_before=zeros(2),
+        )

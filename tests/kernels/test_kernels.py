@@ -216,3 +216,117 @@ def test_bad_arguments_name_themselves(device):
     for count in (0, 65536):
         with pytest.raises(ValueError, match=r"\[1, 65535\], got"):
             kernels.set_num_programs("npu", count)
+
+
+def test_warm_up_launches_every_kernel_and_touches_one_row(device, launches):
+    slots = reference.random_bits((3, 9), torch.int64, 1).to(device)
+    before = slots.clone()
+    rows, positions = cases.Canvas((5,), torch.int64, device), cases.Canvas((5,), torch.int64, device)
+    boundaries = cases.Canvas((4,), torch.int32, device)
+    starts = cases.Canvas((3,), torch.int32, device)
+    kept_slots = cases.Canvas((3, 8), torch.int64, device)
+    states = [torch.empty((0, *shape), dtype=dtype, device=device) for shape, dtype in STATES[:4]]
+    kernels.warm_up(
+        positions=torch.arange(9, device=device),
+        slot_mappings=slots,
+        rows=rows.tensor,
+        boundaries=boundaries.tensor,
+        kept_positions=positions.tensor,
+        kept_slot_mappings=kept_slots.tensor,
+        kept_kv_start=starts.tensor,
+        groups=torch.tensor([0, 2], dtype=torch.int32, device=device),
+        states=states,
+        outputs=states[:2],
+    )
+    assert {name for name, _ in launches} == {name for name in vars(kernels) if name.endswith("_kernel")}
+    assert torch.equal(slots, before)
+    rows.check(torch.tensor([-1]), "rows")
+    positions.check(torch.tensor([0]), "positions")
+    boundaries.check(torch.tensor([0, 0], dtype=torch.int32), "boundaries")
+    starts.check(torch.tensor([0], dtype=torch.int32), "kv_start")
+    kept_slots.check(torch.full((3, 1), -1), "slots")
+
+
+def test_programs_are_handed_in_at_warm_up(device, monkeypatch):
+    monkeypatch.setattr(kernels, "_num_programs", {})
+    asked = kernels.num_programs(device)
+    assert asked >= 1
+    buffer = torch.zeros((1, 16), dtype=torch.int64, device=device)
+    kernels.warm_up(
+        positions=buffer[0],
+        slot_mappings=buffer,
+        rows=torch.zeros_like(buffer[0]),
+        boundaries=torch.zeros(2, dtype=torch.int32, device=device),
+        kept_positions=torch.zeros_like(buffer[0]),
+        kept_slot_mappings=torch.zeros_like(buffer),
+        states=[buffer],
+        outputs=[buffer],
+        num_programs=asked + 3,
+    )
+    assert kernels.num_programs(device) == asked + 3
+
+
+def test_cores_are_asked_of_the_driver(monkeypatch):
+    """Ascend's driver counts vector cores, NVIDIA's multiprocessors; one that counts neither is an error."""
+    properties: dict[str, int] = {}
+
+    class Driver:
+        class active:
+            class utils:
+                @staticmethod
+                def get_device_properties(index):
+                    assert index == 3
+                    return properties
+
+    monkeypatch.setattr(kernels.triton.runtime, "driver", Driver)
+    device = torch.device("cuda", 3)
+    for name, count in (("num_vectorcore", 48), ("multiprocessor_count", 132)):
+        properties.clear()
+        properties.update({"max_shared_mem": 1, "num_aicore": 24, name: count})
+        kernels._num_cores.cache_clear()
+        assert kernels._num_cores(device) == count
+    properties.clear()
+    kernels._num_cores.cache_clear()
+    with pytest.raises(RuntimeError, match="set_num_programs"):
+        kernels._num_cores(device)
+    kernels._num_cores.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_nothing_compiles_after_warm_up(device):
+    """Whatever the batch, and wherever its buffers start."""
+    compiled: list[str] = []
+    hidden = torch.empty((0, 72), dtype=torch.bfloat16, device=device)
+    mix = torch.empty((0, 4), dtype=torch.float32, device=device)
+    ids = torch.empty((0,), dtype=torch.int32, device=device)
+    states = [((72,), hidden.dtype), ((4,), mix.dtype), ((), ids.dtype)]
+    slots = torch.zeros((2, 64), dtype=torch.int64, device=device)
+    kernels.warm_up(
+        positions=torch.zeros(64, dtype=torch.int64, device=device),
+        slot_mappings=slots,
+        rows=torch.zeros(64, dtype=torch.int64, device=device),
+        boundaries=torch.zeros(9, dtype=torch.int32, device=device),
+        kept_positions=torch.zeros(64, dtype=torch.int64, device=device),
+        kept_slot_mappings=slots.clone(),
+        kept_kv_start=torch.zeros(8, dtype=torch.int32, device=device),
+        groups=torch.zeros(1, dtype=torch.int32, device=device),
+        states=[hidden, mix, ids],
+        outputs=[hidden],
+    )
+    runtime = kernels.triton.knobs.runtime
+    runtime.jit_post_compile_hook = lambda **seen: compiled.append(seen["repr"])
+    try:
+        for seed in range(12):
+            step = random_step(seed, 1 + 16 * seed, 1 + 16 * (seed % 3), padding=seed)
+            cases.check_gather_batch(step, device=device, num_groups=2, padding=seed, seed=seed)
+            cases.check_pad_replayed_slots(step, device=device, groups=(1,), window=1 + 15 * seed, seed=seed)
+            for offset in (0, 1, 8):
+                cases.check_gather_states(step.rows, step.num_tokens, device=device, states=states, offset=offset)
+                cases.check_scatter_rows(step, device=device, states=states[:1], offset=offset)
+        assert compiled == []
+        # The hook sees compilations: another number of tensors is one.
+        cases.check_gather_states([0], 1, device=device, states=states[:1])
+        assert len(compiled) == 1
+    finally:
+        runtime.jit_post_compile_hook = None

@@ -141,12 +141,15 @@ def main() -> int:
     torch.set_num_threads(1)
     registry.use_ascend_tuning()
     pairs = [(name, target) for name in registry.KERNELS for target in TARGETS]
-    jobs: list[Callable[[Callable[[str], None]], Any]] = [lambda _: registry.check_complete()]
+    jobs: list[Callable[[Callable[[str], None]], Any]] = [
+        lambda _: registry.check_complete(),
+        lambda _: registry.check_warm_up(),
+    ]
     jobs += [lambda note, name=name, target=target: check_kernel(name, target, note) for name, target in pairs]
     jobs += [lambda _: controls.ACCEPTED(), *(lambda _, run=run: run() for run, _ in controls.CONTROLS.values())]
-    complete, *outcomes = run_jobs(jobs)
+    complete, warm_up, *outcomes = run_jobs(jobs)
 
-    failures = [] if complete.rejected is None else [complete.rejected]
+    failures = [whole.rejected for whole in (complete, warm_up) if whole.rejected is not None]
     rows: list[tuple[str, ...]] = [("kernel", "target", "variants", "UB bytes", "of", "stages", "simulated")]
     for (name, target), outcome in zip(pairs, outcomes):
         report = outcome.result

@@ -125,6 +125,13 @@ def _unregistered() -> None:
     registry.check_complete(module)
 
 
+def _cold_step() -> None:
+    # Runs in a process of its own, so nothing has to be put back.
+    whole = kernels.warm_up
+    kernels.warm_up = lambda **given: whole(**{**given, "kept_kv_start": None})
+    registry.check_warm_up()
+
+
 OUTSIDE = r"SIGSEGV"
 _SHAPE = (("WIDTH", 20), ("BLOCK", 32))
 
@@ -145,5 +152,6 @@ CONTROLS: dict[str, tuple[Callable[[], None], str]] = {
     "missing row": (Control(writes_one_row_too_few, _SHAPE).run, r"wrong result"),
     "programs that race": (Control(depends_on_the_grid, programs=5).run, r"differs between levels or runs"),
     "argument that recompiles": (Control(compiles_for_every_value).run, r"specialised on .* count"),
+    "step without warm-up": (_cold_step, r"a step compiles .*KV_START.*True"),
     "unregistered kernel": (_unregistered, r"not registered .*: compiles_for_every_value"),
 }

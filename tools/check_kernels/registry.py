@@ -15,7 +15,8 @@ import torch
 
 from tests.kernels import cases
 from tests.kernels.reference import Step, random_step
-from tools.check_kernels.lowering import Rejected, jit_functions
+from tools.check_kernels.lowering import Rejected, Specialisation, jit_functions, parameter_names
+from tools.check_kernels.simulation import specialise
 from vllm_ascend_replay import kernels
 
 CPU = torch.device("cpu")
@@ -166,3 +167,83 @@ def check_complete(module: Any = kernels) -> None:
 def use_ascend_tuning() -> None:
     """Make the launchers cut their work on the CPU as they do on an NPU."""
     kernels._TUNING["cpu"] = kernels._TUNING["npu"]
+
+
+class _Recorder:
+    """Stands in for a kernel and only notes what Triton would compile."""
+
+    def __init__(self, kernel: Any, seen: set[Specialisation]) -> None:
+        self.kernel, self.seen = kernel, seen
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*positional: Any, **named: Any) -> None:
+            arguments = {**dict(zip(parameter_names(self.kernel), positional)), **named}
+            self.seen.add(specialise(self.kernel, arguments)[0])
+
+        return launch
+
+
+def check_warm_up() -> None:
+    """What a configuration launches while serving was compiled by `kernels.warm_up`, whatever the batch.
+
+    Raises:
+        Rejected: a step would compile.
+    """
+    seen: set[Specialisation] = set()
+    originals = {name: getattr(kernels, name) for name in KERNELS}
+    for name, kernel in originals.items():
+        setattr(kernels, name, _Recorder(kernel, seen))
+    try:
+        slots = torch.zeros((5, 256), dtype=torch.int64)
+        states = [torch.empty((0, *shape), dtype=dtype) for shape, dtype in MODEL_STATES]
+        groups = torch.tensor([0, 3], dtype=torch.int32)
+        kernels.warm_up(
+            positions=slots[0],
+            slot_mappings=slots,
+            rows=slots[1],
+            boundaries=torch.zeros(9, dtype=torch.int32),
+            kept_positions=slots[2],
+            kept_slot_mappings=slots.clone(),
+            kept_kv_start=torch.zeros(8, dtype=torch.int32),
+            groups=groups,
+            states=states,
+            outputs=[states[0][:, 0]],
+        )
+        warm = set(seen)
+        assert len(warm) == len(KERNELS), "warm-up left a kernel out"
+        for _, step, _ in _steps(20, 500):
+            empty = {"dtype": torch.int32}
+            table = torch.zeros(1 + len(step.lens), **empty)
+            for padding in (0, 1, 17):
+                kernels.gather_batch(
+                    query_start_loc=table,
+                    dropped_before=table,
+                    requests=table[: len(step.requests)],
+                    positions=slots[0],
+                    slot_mappings=slots[:, 3:],
+                    rows=slots[1, 1:],
+                    boundaries=table,
+                    kept_positions=slots[2],
+                    kept_slot_mappings=slots[:, :100],
+                    num_padded=step.num_kept + padding,
+                    kv_start=table,
+                    kept_kv_start=table,
+                )
+            rows = torch.zeros(step.num_kept, dtype=torch.int64)
+            kernels.gather_states(rows, states, [state.new_empty((9, *state.shape[1:])) for state in states])
+            hidden = torch.empty((step.num_tokens, HIDDEN), dtype=torch.bfloat16)
+            kernels.scatter_rows([hidden[:7]], [hidden], query_start_loc=table, dropped_before=table)
+            kernels.pad_replayed_slots(
+                slots,
+                groups=groups,
+                query_start_loc=table,
+                positions=slots[0],
+                replay_start=table,
+                window=1 + len(step.lens),
+            )
+        if seen != warm:
+            cold = (seen - warm).pop()
+            raise Rejected(f"a step compiles {cold.kernel.__name__} for {dict(cold.constants)}")
+    finally:
+        for name, kernel in originals.items():
+            setattr(kernels, name, kernel)
