@@ -16,11 +16,11 @@ from unittest import mock
 
 import numpy as np
 import torch
-import vllm.v1.worker.cpu.shm  # noqa: F401  (replaces the buffers that need pinned memory, as vLLM's CPU worker does)
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheConfig, SlidingWindowMLASpec
@@ -34,6 +34,10 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_ascend_replay import reference
 from vllm_ascend_replay.reference.cache import PagedCache, cache_layers
+
+if current_platform.is_cpu():
+    # Replaces the buffers that need pinned memory, as vLLM's CPU worker does.
+    import vllm.v1.worker.cpu.shm  # noqa: F401
 
 NO_SLOT = -1
 NULL_BLOCK = 0
@@ -141,10 +145,10 @@ class Stepper:
                 **engine_args,
             )
             self.config = self.vllm_config.model_config.hf_config
-            self.device = torch.device("cpu")
+            self.device = torch.device(current_platform.device_type)
             from vllm_ascend_replay.reference.model import ReplayReferenceForCausalLM
 
-            with set_current_vllm_config(self.vllm_config):
+            with set_current_vllm_config(self.vllm_config), self.device:
                 self.model = ReplayReferenceForCausalLM(vllm_config=self.vllm_config)
                 self.model.set_aux_hidden_state_layers(self.config.aux_hidden_state_layers)
                 self._allocate(num_blocks)
@@ -186,7 +190,7 @@ class Stepper:
         init_kv_cache(context, self.kv_cache_config, self.device, kernel_blocks, self.vllm_config)
         self.caches: dict[str, PagedCache] = cache_layers(self.vllm_config)
         storage = next(iter(self.caches.values())).kv_cache.untyped_storage()
-        pages = torch.empty(0, dtype=torch.int16).set_(storage)  # type: ignore[call-overload]
+        pages = torch.empty(0, dtype=torch.int16, device=self.device).set_(storage)  # type: ignore[call-overload]
         self.pages = pages.view(num_blocks, -1)
         """int16 ``[num_blocks, ...]``: all bytes of each page."""
         specs = [getattr(g.kv_cache_spec, "first_spec", g.kv_cache_spec) for g in groups]
@@ -204,9 +208,12 @@ class Stepper:
         self.free_indices = list(range(self.max_num_reqs))
         self.num_requests = 0
         self.req_states = SimpleNamespace(
-            num_computed_tokens=SimpleNamespace(gpu=torch.zeros(self.max_num_reqs, dtype=torch.int32)),
-            all_token_ids=SimpleNamespace(gpu=torch.zeros(self.max_num_reqs, self.max_model_len, dtype=torch.int32)),
+            num_computed_tokens=SimpleNamespace(gpu=self._zeros(self.max_num_reqs)),
+            all_token_ids=SimpleNamespace(gpu=self._zeros(self.max_num_reqs, self.max_model_len)),
         )
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
     def null_block_untouched(self) -> bool:
         """Whether nothing was ever written to the null block."""
@@ -280,7 +287,8 @@ class Stepper:
                     request.blocks[group] = list(shared)
                     for block in shared:
                         self.users[block] += 1
-        self.req_states.all_token_ids.gpu[request.index, : len(request.tokens)] = torch.tensor(request.tokens)
+        ids = torch.tensor(request.tokens, dtype=torch.int32, device=self.device)
+        self.req_states.all_token_ids.gpu[request.index, : len(ids)] = ids
         self.num_requests += 1
         self.state.add_request(
             request.index,
@@ -371,7 +379,7 @@ class Stepper:
         replay = self.model.tail.batch
         kept_rows = None
         if replay is not None:
-            kept_rows = torch.empty(0, dtype=torch.int64) if replay.kept is None else replay.kept.rows.clone()
+            kept_rows = torch.empty(0, dtype=torch.int64) if replay.kept is None else replay.kept.rows.cpu().clone()
         self._entering = []
         with (
             torch.no_grad(),
@@ -417,12 +425,15 @@ class Stepper:
             table = np.zeros((num_reqs, width), dtype=np.int32)
             for row, request in enumerate(requests):
                 table[row, : len(request.blocks[group])] = request.blocks[group]
-            block_tables.append(torch.from_numpy(table))
+            block_tables.append(torch.from_numpy(table).to(self.device))
             if not self.is_ring[group]:
                 slots[group, :num_tokens] = table[owner, positions // size].astype(np.int64) * size + positions % size
 
         def padded_with_stale(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate((values, np.full(pad_tokens, 7)))).to(dtype)
+            return torch.from_numpy(np.concatenate((values, np.full(pad_tokens, 7)))).to(self.device, dtype)
+
+        def on_device(values: np.ndarray, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.from_numpy(values).to(self.device, dtype)
 
         at = np.array([r.index for r in requests], dtype=np.intp)
         host_starts = np.concatenate(([0], np.cumsum(host_lens))).astype(np.int32)
@@ -431,18 +442,18 @@ class Stepper:
             req_ids=[f"i{r.index}" for r in requests],
             num_reqs=num_reqs,
             num_reqs_after_padding=num_reqs,
-            idx_mapping=torch.from_numpy(at.astype(np.int64)),
+            idx_mapping=on_device(at, torch.int64),
             idx_mapping_np=at,
-            expanded_idx_mapping=torch.from_numpy(at.astype(np.int64)),
-            expanded_local_pos=torch.zeros(num_reqs, dtype=torch.int32),
+            expanded_idx_mapping=on_device(at, torch.int64),
+            expanded_local_pos=self._zeros(num_reqs),
             num_scheduled_tokens=host_lens,
             num_tokens=num_tokens,
             num_tokens_after_padding=padded,
             num_draft_tokens=0,
             num_draft_tokens_per_req=None,
-            query_start_loc=torch.from_numpy(np.concatenate(([0], np.cumsum(lens))).astype(np.int32)),
+            query_start_loc=on_device(np.concatenate(([0], np.cumsum(lens)))),
             query_start_loc_np=host_starts,
-            seq_lens=torch.from_numpy((computed + lens).astype(np.int32)),
+            seq_lens=on_device(computed + lens),
             seq_lens_cpu_upper_bound=torch.from_numpy((computed + np.maximum(lens, host_lens)).astype(np.int32)),
             dcp_local_seq_lens=None,
             num_computed_tokens_np=computed,
@@ -453,15 +464,15 @@ class Stepper:
             decode_graph_eligible=not prefilling.any(),
             input_ids=padded_with_stale(ids, torch.int32),
             positions=padded_with_stale(positions, torch.int64),
-            is_padding=torch.arange(padded) >= num_tokens,
-            logits_indices=torch.from_numpy(np.cumsum(lens) - 1),
-            cu_num_logits=torch.arange(num_reqs + 1, dtype=torch.int32),
+            is_padding=torch.arange(padded, device=self.device) >= num_tokens,
+            logits_indices=on_device(np.cumsum(lens) - 1),
+            cu_num_logits=on_device(np.arange(num_reqs + 1)),
             cu_num_logits_np=np.arange(num_reqs + 1, dtype=np.int32),
             has_structured_output_reqs=False,
             prompt_lens=None,
             max_query_len=int(np.maximum(lens, host_lens).max()),
         )
-        return batch, tuple(block_tables), torch.from_numpy(slots)
+        return batch, tuple(block_tables), torch.from_numpy(slots).to(self.device)
 
     def _watch(self, index: int) -> Any:
         def note(_: Any, arguments: tuple[torch.Tensor, ...]) -> None:
@@ -471,13 +482,15 @@ class Stepper:
 
     def _record(self, report: StepReport, kept_rows: torch.Tensor | None) -> None:
         """Sort a step's rows into the requests' positions."""
-        logits = self.model.compute_logits(report.hidden)
+        logits = self.model.compute_logits(report.hidden).cpu()
+        hidden, aux = report.hidden.cpu(), [values.cpu() for values in report.aux]
         kept = np.ones(report.num_tokens, dtype=bool)
         if report.kept_rows is not None:
             kept[:] = False
             kept[report.kept_rows.numpy()] = True
         entering = {}
         for layer, streams in self._entering:
+            streams = streams.cpu()
             rows = torch.arange(streams.shape[0])
             if kept_rows is not None and layer >= self.model.cut:
                 rows = kept_rows
@@ -490,9 +503,9 @@ class Stepper:
             at = slice(request.computed, request.computed + end - begin)
             request.ran[at] = True
             request.kept[at] = kept[begin:end]
-            request.hidden[at] = report.hidden[begin:end]
+            request.hidden[at] = hidden[begin:end]
             request.logits[at] = logits[begin:end]
-            for layer, values in zip(self.model.aux_layers, report.aux):
+            for layer, values in zip(self.model.aux_layers, aux):
                 request.aux[layer][at] = values[begin:end]
             for layer, values in entering.items():
                 request.entering[layer][at] = values[begin:end]
