@@ -177,6 +177,12 @@ GATES: tuple[Gate, ...] = (
         lambda s: s.vllm_config.kv_transfer_config is not None,
     ),
     Gate(
+        "recompute-scheduler",
+        "vllm-ascend's recompute scheduler runs a prompt's last rows as decodes; start without "
+        "recompute_scheduler_enable",
+        lambda s: getattr(s.model, "relabels_prefill_as_decode", False),
+    ),
+    Gate(
         "prefix-cache",
         "prefix caching would cache sliding-window KV with holes; start with --no-enable-prefix-caching, "
         "or on vLLM >= 0.31 without --no-swa-bounded-replay",
@@ -237,8 +243,8 @@ def unsupported_reason(vllm_config: Any, model: Any) -> str | None:
 
     Args:
         vllm_config: vLLM's configuration.
-        model: the loaded model (its optional attributes ``caps_prefix_hits``, ``shards_tokens`` and ``has_engram``
-            are read), or ``None``.
+        model: the loaded model or what the host knows of it (its optional attributes ``caps_prefix_hits``,
+            ``shards_tokens``, ``has_engram`` and ``relabels_prefill_as_decode`` are read), or ``None``.
     """
     try:
         plan = read_layer_plan(vllm_config.model_config.hf_text_config)

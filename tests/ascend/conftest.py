@@ -10,3 +10,7 @@ if find_spec("vllm_ascend") is None:
 from tests.npu_emulator import activate
 
 activate()
+
+from tests.ascend import support  # noqa: E402
+
+support.remember_originals()

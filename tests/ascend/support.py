@@ -10,6 +10,7 @@ from tests.npu_emulator.rank import Rank
 from tests.npu_emulator.session import Session
 from tests.npu_emulator.tiny import make_vllm_config
 
+ARCHITECTURE = "DeepseekV41ForCausalLM"
 LATE_LAYERS, WINDOW, BLOCK = 3, 16, 128
 EXACT = 1 + LATE_LAYERS * (WINDOW - 1)
 """Rows that make the tiny model's replay lossless."""
@@ -38,6 +39,48 @@ def settings(**values):
         os.environ.update(before)
 
 
+_originals: dict = {}
+
+
+def remember_originals():
+    """Keeps what vllm-ascend and vLLM are without this package; call before anything registers."""
+    import vllm_ascend.models as ascend_models
+    from vllm import ModelRegistry
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    load_general_plugins()
+    _originals.update(
+        register_model=ascend_models.register_model,
+        entry=ModelRegistry.models[ARCHITECTURE],
+        scheduler_init=Scheduler.__init__,
+    )
+
+
+def without_package():
+    """Puts vllm-ascend and vLLM back to what they are without this package."""
+    import vllm_ascend.models as ascend_models
+    from vllm import ModelRegistry
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    ascend_models.register_model = _originals["register_model"]
+    ModelRegistry.models[ARCHITECTURE] = _originals["entry"]
+    Scheduler.__init__ = _originals["scheduler_init"]
+
+
+def is_untouched():
+    """Whether nothing of this package is in vllm-ascend or vLLM."""
+    import vllm_ascend.models as ascend_models
+    from vllm import ModelRegistry
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return (
+        ascend_models.register_model is _originals["register_model"]
+        and ModelRegistry.models[ARCHITECTURE] is _originals["entry"]
+        and Scheduler.__init__ is _originals["scheduler_init"]
+    )
+
+
 def register():
     """What vLLM does at start-up: vllm-ascend's plugins, then ours."""
     from vllm.plugins import load_general_plugins
@@ -54,15 +97,17 @@ def make_session(*, keep=None, policy=None, min_saved=None, blocks=256, replay=T
     Args:
         keep, policy, min_saved: the settings of those names.
         blocks: KV cache blocks.
-        replay: False leaves the package switched off.
+        replay: False leaves vllm-ascend without the package.
         after_cut: run the layers after the cut on kept rows and the cut layer in full (the second opinion).
         config: as for `make_vllm_config`.
     """
     from tests.ascend.after_cut import use_after_cut_tail
 
     checks.forget()
-    with settings(keep=keep, policy=policy, min_saved=min_saved, enabled=int(replay)):
-        register()
+    without_package()
+    with settings(keep=keep, policy=policy, min_saved=min_saved):
+        if replay:
+            register()
         rank = Rank(make_vllm_config(**config), num_blocks=blocks)
     if after_cut:
         use_after_cut_tail(rank)

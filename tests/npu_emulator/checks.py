@@ -10,6 +10,7 @@ TIE = 2.0**-6
 """One rounding tie of a BF16 value near four: the most a correct run may differ from the oracle."""
 
 _memo: dict = {}
+_oracles: dict = {}
 
 
 def dense(text, ids, floors=None):
@@ -17,14 +18,15 @@ def dense(text, ids, floors=None):
     floors = None if floors is None or not bool(floors.any()) else floors
     key = (id(text), tuple(ids), None if floors is None else tuple(floors.tolist()))
     if key not in _memo:
-        cut = max(text.config.kv_source_layer_ids)
-        _memo[key] = Oracle(text)(ids, None if floors is None else lambda i: floors * (i > cut))
+        oracle = _oracles.setdefault(id(text), Oracle(text))
+        _memo[key] = oracle(ids, floors)
     return _memo[key]
 
 
 def forget():
     """Drops remembered dense rows: call when a model goes away (its id may come back)."""
     _memo.clear()
+    _oracles.clear()
 
 
 @dataclass

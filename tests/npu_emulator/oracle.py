@@ -65,6 +65,7 @@ class Oracle:
     def __init__(self, text_model):
         self.m, self.cfg = text_model, text_model.config
         self.a5 = text_model.layers[0].self_attn.packed_cache_ops is not None
+        self._head = None  # (ids, what enters the layer after the cut) of the last sequence
 
     @staticmethod
     def w(p):
@@ -217,24 +218,35 @@ class Oracle:
     def __call__(self, ids, floors=None):
         """Final hidden rows float64 [n, H] of the tokens `ids`.
 
-        `floors(layer index)` -> int64 [n]: the first position each row's window may see in that layer; default 0.
-        Leaves the streams entering each layer (and leaving the last) in `self.entering`.
+        `floors` int64 [n]: the first position each row's window may see in the layers after the cut; default 0. The
+        layers up to the cut do not depend on it and are computed once for a sequence.
         """
-        ids = torch.as_tensor(ids)
-        n = len(ids)
+        ids, cut = tuple(ids), max(self.cfg.kv_source_layer_ids)
+        if self._head is None or self._head[0] != ids:
+            self._head = (
+                ids,
+                self.run(0, cut + 1, *self.enter(torch.tensor(ids)), torch.zeros(len(ids), dtype=torch.long)),
+            )
+        X, pre, state = self._head[1]
+        floors = torch.zeros(len(ids), dtype=torch.long) if floors is None else floors
+        X, pre, _ = self.run(cut + 1, len(self.m.layers), X, pre, dict(state), floors)
+        h = b16(torch.einsum("nh,nhd->nd", pre, X))
+        return rms(h, self.w(self.m.norm.weight), self.cfg.rms_norm_eps)
+
+    def enter(self, ids):
+        """Streams, pre mix and shared attention state before the first layer."""
         X = self.w(self.m.embed_tokens.weight)[ids].unsqueeze(1).repeat(1, self.cfg.hc_mult, 1)
-        pre = torch.zeros(n, self.cfg.hc_mult, dtype=F64)
+        pre = torch.zeros(len(ids), self.cfg.hc_mult, dtype=F64)
         pre[:, 0] = 1
-        state, self.entering = {}, []
-        for i, layer in enumerate(torch.nn.ModuleList.__iter__(self.m.layers)):
-            self.entering.append(X)
-            floor = torch.zeros(n, dtype=torch.long) if floors is None else floors(i)
+        return X, pre, {"ids": ids}
+
+    def run(self, begin, end, X, pre, state, floor):
+        """Layers [begin, end) on every row."""
+        for layer in list(torch.nn.ModuleList.__iter__(self.m.layers))[begin:end]:
             y, post, C, mid = self.mix(X, layer, "attn", pre)
             y = rms(y, self.w(layer.input_layernorm.weight), self.cfg.rms_norm_eps)
             X = self.post(X, self.attention(layer, y, state, floor), post, C)
             y, post, C, pre = self.mix(X, layer, "ffn", mid)
             y = rms(y, self.w(layer.post_attention_layernorm.weight), self.cfg.rms_norm_eps)
             X = self.post(X, self.moe(layer, y), post, C)
-        self.entering.append(X)
-        h = b16(torch.einsum("nh,nhd->nd", pre, X))
-        return rms(h, self.w(self.m.norm.weight), self.cfg.rms_norm_eps)
+        return X, pre, state

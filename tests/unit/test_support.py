@@ -83,6 +83,7 @@ CASES = {
     "pooling": (config(runner_type="pooling"), MODEL, "pooling"),
     "routed-experts": (config(enable_return_routed_experts=True), MODEL, "--enable-return-routed-experts"),
     "kv-connector": (config(kv_transfer_config=object()), MODEL, "KV connector"),
+    "recompute-scheduler": (config(), SimpleNamespace(relabels_prefill_as_decode=True), "recompute_scheduler_enable"),
     "prefix-cache": (config(swa_bounded_replay=False), MODEL, "--no-enable-prefix-caching"),
     "mixed-graphs": (
         config(enforce_eager=False, cudagraph_mode=CUDAGraphMode.FULL),

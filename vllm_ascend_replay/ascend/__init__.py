@@ -93,10 +93,11 @@ def off_reason(vllm_config: Any) -> str | None:
 
 
 def _ascend_option(vllm_config: Any, name: str) -> Any:
-    """An option of vllm-ascend's `additional_config`, from the configuration it made or, before that, from the dict."""
+    """An option of vllm-ascend's `additional_config`, as given (in any of its sections) or as vllm-ascend made it."""
     options = getattr(vllm_config, "additional_config", None) or {}
-    if isinstance(options, dict) and name in options:
-        return options[name]
+    for section in (options, *(v for v in options.values() if isinstance(v, dict))):
+        if name in section:
+            return section[name]
     try:
         from vllm_ascend.ascend_config import get_ascend_config
 

@@ -13,7 +13,7 @@ How a window start is given to the operators depends on the device:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,6 +91,33 @@ class OwnRope(ModelSpecificAttnMetadata):
 
     def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
         return {"rope_views": self.rope}
+
+
+ADDRESSABLE = 2**32
+"""Elements of one KV cache plane that Ascend's operators reach: page id x page stride wraps beyond."""
+
+
+def unreachable_pages(caches: Mapping[str, Any]) -> str | None:
+    """Which KV cache plane is larger than the operators' addresses reach, in words; `None` if all fit.
+
+    Args:
+        caches: planes by layer name: tensors whose first axis is the page, or (nested) sequences of them.
+    """
+    for name, cache in caches.items():
+        planes = cache if isinstance(cache, (list, tuple)) else [cache]
+        for plane in planes:
+            if not torch.is_tensor(plane):
+                found = unreachable_pages({name: plane}) if isinstance(plane, (list, tuple)) else None
+                if found is not None:
+                    return found
+            elif plane.dim() and plane.shape[0] * plane.stride(0) >= ADDRESSABLE:
+                pages, stride = plane.shape[0], plane.stride(0)
+                return (
+                    f"the KV cache of {name} has {pages} pages of {stride} elements; page addresses wrap at 2^32 on "
+                    f"Ascend, so at most {(ADDRESSABLE - 1) // stride} pages are usable: start with "
+                    f"--num-gpu-blocks-override {(ADDRESSABLE - 1) // stride}"
+                )
+    return None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
 from vllm_ascend_replay.ascend.context import replay_context
-from vllm_ascend_replay.ascend.metadata import ReplayRequests, TailLayout, TailMetadata
+from vllm_ascend_replay.ascend.metadata import ReplayRequests, TailLayout, TailMetadata, unreachable_pages
 from vllm_ascend_replay.ascend.prefix_cap import hit_limit
 from vllm_ascend_replay.batch import KeptRows, ReplayBatch
 from vllm_ascend_replay.config import read_settings
@@ -42,6 +42,7 @@ class AscendReplayState(ReplayModelState):
         settings = read_settings()
         self._layout = TailLayout.of(list(text.layers), tail.cut)
         self._tail_metadata: TailMetadata | None = None
+        self._checked_cache: Any = None
         self.window_align = self._layout.window_align
         self.init_replay(self, tail, settings, window=self._layout.window)
         logger.info(
@@ -111,8 +112,28 @@ class AscendReplayState(ReplayModelState):
     ) -> dict[str, Any]:
         step = (input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, kv_cache_config)
         metadata = super().prepare_attn(*step, for_capture=for_capture, **kwargs)  # type: ignore[misc]
+        if self._checked_cache is not kv_cache_config:
+            self._checked_cache = kv_cache_config
+            self._check_addresses()
         self._prepare_replay(*step, for_capture=for_capture)
         return metadata
+
+    def _check_addresses(self) -> None:
+        """Turn replay off, before any step used it, where a KV cache plane is larger than page addresses reach.
+
+        Raises:
+            RuntimeError: the same with data parallelism, where ranks with caches of different sizes would disagree.
+        """
+        layers = self.vllm_config.compilation_config.static_forward_context
+        caches = {name: layer.kv_cache for name, layer in layers.items() if hasattr(layer, "kv_cache")}
+        reason = unreachable_pages(caches)
+        if reason is None or self.replay_tail is None:
+            return
+        if self.vllm_config.parallel_config.data_parallel_size > 1:
+            raise RuntimeError(f"decoder replay cannot run: {reason}, or with ASCEND_REPLAY=0")
+        logger.warning("decoder replay is off: %s", reason)
+        self.replay_tail = None
+        text_model(self.model).drop_tail()  # type: ignore[attr-defined]
 
     def finish_execution(self, *, failed: bool) -> None:
         if self.replay_tail is not None:
