@@ -100,9 +100,7 @@ class Fault:
             if not message.get("more_body"):
                 break
         if scope["path"] == "/v1/models":
-            answer = (
-                JSONResponse({"oops": 1}) if self.how == "no model" else JSONResponse({"data": [{"id": "faulty"}]})
-            )
+            answer = JSONResponse({"oops": 1}) if self.how == "no model" else JSONResponse({"data": [{"id": "faulty"}]})
             return await answer(scope, receive, send)
         if scope["path"] != "/v1/completions":
             return await PlainTextResponse("", 404)(scope, receive, send)

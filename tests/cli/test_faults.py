@@ -6,9 +6,9 @@ VERIFY = ["--window", "8", "--lengths", "9", "--tokens", "2", "--needle-tokens",
 BENCH = ["--tokens", "9", "--concurrency", "2", "--waves", "2", "--vocab-size", "97"]
 
 ANSWERS = {
-    "error": "HTTP 500: {\"error\":{\"message\":\"the engine is on fire\"}}",
+    "error": 'HTTP 500: {"error":{"message":"the engine is on fire"}}',
     "not json": "<html>proxy</html>",
-    "no choice": "the answer has no choice: {\"choices\":[]}",
+    "no choice": 'the answer has no choice: {"choices":[]}',
     "closes": "RemoteProtocolError",
     "no logprobs": "the answer has no log-probabilities",
     "no prompt logprobs": "the answer has no log-probabilities of the prompt",
@@ -34,9 +34,9 @@ def test_verify(command, faulty, how):
 
 
 STREAMS = {
-    "error": "HTTP 500: {\"error\":{\"message\":\"the engine is on fire\"}}",
+    "error": 'HTTP 500: {"error":{"message":"the engine is on fire"}}',
     "closes": "after 1 chunks: RemoteProtocolError",
-    "error in stream": "an error in the stream: {\"error\": {\"message\": \"cancelled by the engine\"}}",
+    "error in stream": 'an error in the stream: {"error": {"message": "cancelled by the engine"}}',
     "bad chunk": "a chunk of the stream is no JSON: {oops",
     "no end": "the stream ended after 1 chunks without its end ([DONE])",
     "no token": "the stream ended without a token",
@@ -85,7 +85,7 @@ def test_a_server_without_a_model(command, faulty, name):
     fault.how = "no model"
     outcome = command(name, "--url", url)
     assert outcome.status == 1
-    assert "the answer names no model: {\"oops\":1}" in " ".join(outcome.text.split())
+    assert 'the answer names no model: {"oops":1}' in " ".join(outcome.text.split())
 
 
 @pytest.mark.parametrize("name", ["verify", "bench"])
