@@ -2,7 +2,9 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -61,6 +63,18 @@ def test_the_demo_passes_and_reports(invoke):
     exact = by_name["long prompt, exact"]
     assert (exact["rows_on"], exact["skipped_steps"]) == (1 + 3 * 7 + 5, 5)
     assert exact["tokens_equal_off"]
+
+
+@pytest.mark.engine
+def test_the_readme_shows_this_table(invoke):
+    """Times and the last digits of a difference are the machine's; the rest is the same everywhere."""
+    _, _, report = invoke()
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    shown = re.findall(r"^ (\S.*?) +(\d+) +(\d+) +(\d+) +(\d+) +(\d+) +(yes|no) +\S+ +\S+$", readme, re.MULTILINE)
+    assert shown == [
+        (case["name"], *map(str, list(case.values())[1:6]), "yes" if case["tokens_equal_off"] else "no")
+        for case in report["cases"]
+    ]
 
 
 @pytest.mark.engine
