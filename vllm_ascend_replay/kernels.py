@@ -32,6 +32,8 @@ PAD_SLOT = -1
 PAD_ROW = -1
 """Step row of a padding row of the replay batch."""
 
+_MAX_GRID = 65535
+"""Programs that Ascend starts at most; more is an error of its Triton."""
 _MAX_GATHERED = 8
 """Tensors that one launch of the state gather moves; more take another launch."""
 _MAX_SCATTERED = 4
@@ -49,6 +51,8 @@ class Tuning:
 
     programs_per_core: int
     """Programs of a full grid for each core."""
+    table_programs: int
+    """Programs that rows of positions and slots are worth at most."""
     table_block: int
     """Rows of positions and slots copied at a time."""
     tile_bytes: int
@@ -70,7 +74,8 @@ class Tuning:
 _TUNING = {
     # Few cores with at least 192 KiB of local memory each: long runs, large tiles, double buffering by the compiler.
     "npu": Tuning(
-        1,
+        programs_per_core=1,
+        table_programs=65535,
         table_block=512,
         tile_bytes=16384,
         gather_rows=8,
@@ -80,20 +85,28 @@ _TUNING = {
         local_bytes=160 << 10,
         line_bytes=32,
     ),
-    # Thousands of small programs hide the latency; a tile is 16 bytes for each thread, four times.
+    # Measured on an H200: as many small programs as there is work for, and the hardware deals them out.
     "cuda": Tuning(
-        16,
+        programs_per_core=400,
+        table_programs=512,
         table_block=128,
-        tile_bytes=8192,
+        tile_bytes=4096,
         gather_rows=1,
-        gather_parts=5,
-        scatter_rows=4,
+        gather_parts=10,
+        scatter_rows=1,
         scatter_parts=1,
         options=(("num_warps", 4),),
     ),
     # Triton's interpreter runs programs one after the other, so each should do much.
     "cpu": Tuning(
-        2, table_block=512, tile_bytes=65536, gather_rows=256, gather_parts=1, scatter_rows=256, scatter_parts=1
+        programs_per_core=2,
+        table_programs=2,
+        table_block=512,
+        tile_bytes=65536,
+        gather_rows=256,
+        gather_parts=1,
+        scatter_rows=256,
+        scatter_parts=1,
     ),
 }
 
@@ -108,7 +121,7 @@ def tuning(device: torch.device) -> Tuning:
 def num_programs(device: torch.device) -> int:
     """Largest grid on a device: what `set_num_programs` was given, or cores times programs per core."""
     handed_in = _num_programs.get(device.type)
-    return handed_in if handed_in else tuning(device).programs_per_core * _num_cores(device)
+    return handed_in or min(tuning(device).programs_per_core * _num_cores(device), _MAX_GRID)
 
 
 def set_num_programs(device_type: str, count: int) -> None:
@@ -116,13 +129,13 @@ def set_num_programs(device_type: str, count: int) -> None:
 
     Args:
         device_type: ``torch.device.type``, such as ``npu``.
-        count: programs of a full grid, ``1 <= count <= 65535``. On Ascend: the number of vector cores.
+        count: programs of a full grid, ``1 <= count <= 65535``, what Ascend takes. There: its number of vector cores.
 
     Raises:
         ValueError: ``count`` is out of range.
     """
-    if not 1 <= count <= 65535:
-        raise ValueError(f"num_programs must be in [1, 65535], got {count}")
+    if not 1 <= count <= _MAX_GRID:
+        raise ValueError(f"num_programs must be in [1, {_MAX_GRID}], got {count}")
     _num_programs[device_type] = count
 
 
@@ -187,7 +200,7 @@ def _search_steps(num_reqs: int) -> int:
 
 
 def _table_grid(num_rows: int, device: torch.device) -> tuple[int]:
-    return (max(1, min(triton.cdiv(num_rows, _LINE.value), num_programs(device))),)
+    return (min(triton.cdiv(num_rows, _LINE.value), num_programs(device), tuning(device).table_programs),)
 
 
 # -- the replay batch -----------------------------------------------------------------------------------------------
