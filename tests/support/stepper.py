@@ -21,7 +21,6 @@ from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheConfig, SlidingWindowMLASpec
 from vllm.v1.worker.gpu.attn_utils import (
@@ -34,6 +33,11 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_ascend_replay import reference
 from vllm_ascend_replay.reference.cache import PagedCache, cache_layers
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
 if current_platform.is_cpu():
     # Replaces the buffers that need pinned memory, as vLLM's CPU worker does.
