@@ -2,11 +2,13 @@
 
 WORKFLOWS := .venv/workflows
 TEST_TARGETS += lint-workflows
-# The model, and the arguments of `vllm serve`, that bench-npu serves.
+# What bench-npu serves: a model directory, arguments of `vllm serve`, of `verify` and of `bench`, and where results go.
 NPU_MODEL ?=
 NPU_SERVE_ARGS ?=
+NPU_VERIFY_ARGS ?=
 NPU_BENCH_ARGS ?= --tokens 8192,65536 --concurrency 1,8
 NPU_PYTHON ?= python3
+NPU_OUT ?= comparison
 
 # Node comes as a Python wheel, so that nothing but Python and a package index is needed.
 $(WORKFLOWS)/.ready: mk/workflows.mk
@@ -26,4 +28,5 @@ test-npu:  ## On an NPU server: the tests that need a device.
 	$(NPU_PYTHON) -m pytest -m npu tests/npu
 
 bench-npu:  ## On an NPU server: two servers of NPU_MODEL, replay on and off, verified and compared.
-	$(NPU_PYTHON) tools/compare_servers.py --model "$(NPU_MODEL)" --serve "$(NPU_SERVE_ARGS)" --bench "$(NPU_BENCH_ARGS)"
+	$(NPU_PYTHON) tools/compare_servers.py --model "$(NPU_MODEL)" --serve="$(NPU_SERVE_ARGS)" \
+	  --verify="$(NPU_VERIFY_ARGS)" --bench="$(NPU_BENCH_ARGS)" --out="$(NPU_OUT)"

@@ -205,11 +205,11 @@ def plugins() -> tuple[list[str], list[str]]:
 # -- the configuration --------------------------------------------------------------------------------------------
 
 
-def engine_config(arguments: Sequence[str]) -> Any:
-    """vLLM's configuration of these server arguments, made without a device, weights or an engine.
+def parse_arguments(arguments: Sequence[str]) -> Any:
+    """Parse the arguments of ``vllm serve`` with vLLM's own parser.
 
     Raises:
-        SystemExit: arguments that vLLM does not know (its parser says which).
+        SystemExit: arguments that vLLM does not know (its parser says which); status 2.
     """
     # Its information is for a server's log; errors are raised.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -233,7 +233,14 @@ def engine_config(arguments: Sequence[str]) -> Any:
     parsed = parser.parse_args(list(arguments))
     if getattr(parsed, "model_tag", None):
         parsed.model = parsed.model_tag
-    return AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+    return parsed
+
+
+def engine_config(arguments: Sequence[str]) -> Any:
+    """vLLM's configuration of these server arguments, made without a device, weights or an engine."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return AsyncEngineArgs.from_cli_args(parse_arguments(arguments)).create_engine_config()
 
 
 def model_json(model: str) -> SimpleNamespace | None:
