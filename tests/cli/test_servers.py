@@ -211,9 +211,9 @@ lengths, arguments = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 llm = LLM(load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="float32", seed=0,
           kv_cache_memory_bytes=1 << 26, max_num_batched_tokens=100, **arguments)
 params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)
-for i, length in enumerate(lengths):
-    prompt = {"prompt_token_ids": [3 + (j + 7 * i) % 90 for j in range(length)]}
-    llm.generate(prompt, params, use_tqdm=False)
+# In one call: without a server's coordinator, an idle rank does not join what another one begins later.
+prompts = [{"prompt_token_ids": [3 + (j + 7 * i) % 90 for j in range(n)]} for i, n in enumerate(lengths)]
+llm.generate(prompts, params, use_tqdm=False)
 print("COUNTERS", json.dumps(llm.collective_rpc("ascend_replay_stats")), flush=True)
 sys.stdin.read()  # the ranks of a group must end together
 llm.llm_engine.engine_core.shutdown()
@@ -225,7 +225,7 @@ def run_parallel(model, tmp_path, lengths, *, tp=1):
     """Counters of every worker, one list for each data-parallel rank.
 
     Args:
-        lengths: for each data-parallel rank, its prompts, one after the other; three tokens are generated for each.
+        lengths: for each data-parallel rank, its prompts, sent together; three tokens are generated for each.
     """
     from vllm_ascend_replay.reference.engine import prepare_environment
 
@@ -275,21 +275,25 @@ def _counters_of(process, log):
     pytest.fail(log.read_text()[-3000:])
 
 
+# By hand, for prompts of 129 and 40 tokens and 100 tokens a step: 100 of the first prompt, none kept; its other 29 and
+# the second one, 8 kept of each; two decodes of both.
+BY_HAND = {"steps": 4, "rows_in": 129 + 40 + 4, "rows_kept": 8 + 8 + 4}
+
+
 def test_counters_under_tensor_parallelism(tiny_model, tmp_path):
-    """Both ranks count the same, by hand: 129 tokens in chunks of 100 and 29, then 40; two decodes each."""
+    """Both ranks count the same."""
     ((first, second),) = run_parallel(tiny_model, tmp_path, [[129, 40]], tp=2)
     assert first == second
-    assert (first["skipped_steps"], first["replay_steps"]) == (1, 2)
-    assert (first["steps"], first["rows_in"], first["rows_kept"]) == (3 + 4, 129 + 40 + 4, 8 + 8 + 4)
+    assert (first["skipped_steps"], first["replay_steps"], first["padded_rows"]) == (1, 1, 0)
+    assert {name: first[name] for name in BY_HAND} == BY_HAND
 
 
-def test_counters_under_data_parallelism(tmp_path):
-    """The second rank has one short prompt and idles: its dummy batches are nobody's steps."""
-    from vllm_ascend_replay.reference.config import write_model
-
-    model = write_model(tmp_path / "model", "tiny")
-    (first,), (second,) = run_parallel(model, tmp_path, [[129, 40], [5]])
-    assert (first["steps"], first["rows_in"], first["rows_kept"]) == (3 + 4, 129 + 40 + 4, 8 + 8 + 4)
-    assert first["replay_steps"] + first["skipped_steps"] == 3
+def test_counters_under_data_parallelism(tiny_model, tmp_path):
+    """The second rank has one short prompt and then idles: its dummy batches are nobody's steps."""
+    (first,), (second,) = run_parallel(tiny_model, tmp_path, [[129, 40], [5]])
+    assert {name: first[name] for name in BY_HAND} == BY_HAND
+    # The step of which this rank keeps nothing: skipped if the other had begun later, else padded for its sake.
+    assert first["replay_steps"] + first["skipped_steps"] >= 2
+    assert first["skipped_steps"] + first["padded_rows"] == 1
     assert (second["steps"], second["rows_in"], second["rows_kept"]) == (3, 5 + 2, 5 + 2)
     assert second["skipped_steps"] == 0
