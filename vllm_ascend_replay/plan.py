@@ -95,9 +95,9 @@ def plan_replay(
         keeps_rows: ``[R]`` bool, every row of the request is read (prompt log-probabilities).
         replay_start: ``[R]`` first position a prefix hit replays on the encoder side, 0 without one.
         window: sliding window ``W`` in tokens.
-        keep_last: ``F`` under ``final``; ``None`` means the window. Rows beyond the prompt (drafts) are kept too.
-        policy: ``"final"`` keeps rows at positions ``>= P - F`` in every chunk; ``"chunk"`` the last ``W`` rows of
-            every chunk.
+        keep_last: ``F`` under ``final``; ``None`` means the window.
+        policy: ``"final"`` keeps rows at positions ``>= P - F`` in every chunk; ``"chunk"`` the last ``W`` prompt
+            rows of every chunk. Rows beyond the prompt (drafts) are kept by both.
         min_saved: rows that a prompt must save to be bounded (``final`` only).
         align: first kept positions are rounded down to a multiple of this, for hosts that can only start a window
             at a KV block.
@@ -127,7 +127,8 @@ def plan_replay(
         )
         kept = np.where(bounded, end - np.clip(begin, computed, end), query)
     else:
-        begin = first_kept(end, window, align)
+        # Drafts behind the prompt may be rejected; the window of the next row still reaches W - 1 rows into the prompt.
+        begin = first_kept(np.minimum(end, np.asarray(prefill_lens, dtype=np.int32)), window, align)
         bounded = prefilling & ~np.asarray(keeps_rows, dtype=bool) & (query > window) & (end - begin < query)
         kept = np.where(bounded, end - begin, query)
     dropped_before = np.zeros(len(query) + 1, dtype=np.int32)

@@ -67,7 +67,7 @@ def brute_force(step):
                     kept = [x for x in positions if x >= begin]
                     kv_start = max(begin, rs)
             elif q > step["window"]:
-                begin = c + q - step["window"]
+                begin = max(min(c + q, p) - step["window"], 0)
                 begin -= begin % step["align"]
                 trimmed = [x for x in positions if x >= begin]
                 if len(trimmed) < q:
@@ -199,3 +199,19 @@ def test_only_the_prompts_tail_may_run_in_a_decode_graph():
     assert lowers_into_unwritten(num_computed=[5, 298], prefill_lens=[5, 300], bounded=[False, True])
     assert not lowers_into_unwritten(num_computed=[5, 299], prefill_lens=[5, 300], bounded=[False, True])
     assert not lowers_into_unwritten(num_computed=[5], prefill_lens=[300], bounded=[False])
+
+
+def test_drafts_behind_the_prompt_cost_no_prompt_row():
+    """They may all be rejected, and the next row's window reaches W - 1 rows into the prompt."""
+    step = dict(
+        num_computed=[0],
+        query_lens=[33],
+        prefill_lens=[30],
+        is_prefilling=[True],
+        keeps_rows=[False],
+        replay_start=[0],
+        window=8,
+    )
+    for policy in ("final", "chunk"):
+        plan = plan_replay(**step, policy=policy)
+        assert (plan.kept_lens.tolist(), plan.kv_start.tolist()) == ([8 + 3], [22])
