@@ -92,6 +92,27 @@ def test_ring_compressor(start):
     torch.testing.assert_close(results[0][1], results[1][1], atol=2**-8, rtol=2**-7)
 
 
+@pytest.mark.parametrize("skip", [False, True])
+def test_ring_metadata(skip):
+    bounds, lens = torch.tensor([0, 5, 6, 17], dtype=torch.int32), torch.tensor([5, 41, 30], dtype=torch.int32)
+    positions = torch.cat((torch.arange(5), torch.tensor([40]), torch.arange(19, 30), torch.zeros(3, dtype=torch.long)))
+    table = torch.tensor([[3, 9], [4, 9], [7, 9]], dtype=torch.int32)
+    cos, sin = rand(64, 1, 1, 8), rand(64, 1, 1, 8, seed=1)
+    results = []
+    for fn in (REAL["build_c2_ring_metadata"], caches.ring_metadata):
+        out = {
+            "ring_metadata_output": torch.full((5, 3), -7, dtype=torch.int32),
+            "complete_mask_output": torch.zeros(20, dtype=torch.bool),
+            "source_positions_output": torch.full((20,), -7),
+            "cos_output": torch.zeros(20, 1, 1, 8),
+            "sin_output": torch.zeros(20, 1, 1, 8),
+        }
+        fn(bounds, lens, positions, table, cos, sin, 3, 20, 3, 17, skip_update=skip, **out)
+        results.append(out)
+    for name in results[0]:
+        assert torch.equal(results[0][name], results[1][name]), name
+
+
 # ---- judged by plain formulas ---------------------------------------------------------------------------------------
 
 

@@ -151,7 +151,19 @@ def _install_kernels():
         triton + "quantize_mxfp4_indexer.write_mxfp4_indexer_cache",
     )
     _swap(sparse_a5.fold_index, v41 + "indexer.fold_indexer_cache_rows")
-    _swap(caches.window_indices, triton + "build_window_indices.build_window_indices_triton")
+    _swap(
+        caches.window_indices,
+        v41 + "mixed_quant_attention.build_window_indices_triton",
+        triton + "build_window_indices.build_window_indices_triton",
+    )
+    from vllm_ascend.models.deepseek_v41.mixed_quant_attention import MixedQuantPackedCacheOps
+
+    MixedQuantPackedCacheOps.build_window_indices = staticmethod(caches.window_indices)
+    _swap(
+        caches.ring_metadata,
+        here + "attention.dsa_v41.build_c2_ring_metadata",
+        triton + "c2_ring_metadata.build_c2_ring_metadata",
+    )
     sampler = "vllm.v1.worker.gpu.sample."
     _swap(greedy_sample, sampler + "sampler.gumbel_sample", sampler + "gumbel.gumbel_sample")
 

@@ -19,6 +19,7 @@ from vllm.logger import init_logger
 from vllm_ascend_replay.ascend import off_reason, switched_on
 from vllm_ascend_replay.ascend.model_state import make_state_cls
 from vllm_ascend_replay.ascend.seams import missing_seam, own_decoder_replay
+from vllm_ascend_replay.config import read_settings
 from vllm_ascend_replay.layer_plan import read_layer_plan
 from vllm_ascend_replay.tail import ReplayTail
 
@@ -92,13 +93,15 @@ class ReplayTextModel:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         if not switched_on(vllm_config):
             return
+        plan = read_layer_plan(self.config)  # type: ignore[attr-defined]
+        # A number of kept rows below the model's window stops start-up here.
+        read_settings().keep_last(window=plan.window, num_late_layers=max(plan.num_late_layers, 0))
         reason = off_reason(vllm_config)
         if reason is not None:
             logger.warning("decoder replay is off: %s", reason)
             return
-        cut = read_layer_plan(self.config).cut  # type: ignore[attr-defined, has-type]
         layers = list(self.layers)  # type: ignore[has-type]
-        self.replay_tail = make_tail(layers, cut)
+        self.replay_tail = make_tail(layers, plan.cut)
         self.layers = SplitLayers(layers, TailLayer(self.replay_tail))
 
     def drop_tail(self) -> None:
