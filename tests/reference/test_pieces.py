@@ -10,6 +10,8 @@ import torch
 
 from vllm_ascend_replay.reference import moe
 from vllm_ascend_replay.reference.cache import store_rows
+from vllm_ascend_replay.reference.config import ReferenceConfig
+from vllm_ascend_replay.reference.hyper_connection import HyperConnection
 from vllm_ascend_replay.reference.metadata import Rows, Tiles
 from vllm_ascend_replay.reference.selection import best_blocks, best_entries, mask_blocks
 
@@ -69,6 +71,16 @@ def test_the_newest_block_is_always_a_candidate():
     kept = mask_blocks(scores, blocks, block=2)[0]
     assert kept.isfinite().tolist() == [True, True, False, False, True, False]
     assert best_blocks(scores[:, :1], torch.tensor([1]), block=2, k=3).tolist() == [[0, -1, -1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [0, 1, 65])
+def test_mixes_in_one_kernel(rows, dtype):
+    mixer = HyperConnection(ReferenceConfig(), name="mixer", dtype=dtype)
+    raw = torch.randn(rows, 24, dtype=dtype)
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-5
+    for got, want in zip(mixer._launch(raw), mixer._mixes(raw)):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 def exchange(monkeypatch, num_rows: int, told: list[int], others: list[int]) -> None:

@@ -6,6 +6,7 @@ import zlib
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -65,5 +66,4 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, ``[..., d]``, in the accumulation dtype."""
     wide = x.to(accumulation_dtype(x.dtype))
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * weight).to(x.dtype)
+    return functional.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
