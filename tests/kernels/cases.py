@@ -84,7 +84,8 @@ def check_gather_batch(
         slots[0, -1] = torch.iinfo(torch.int64).max
     kv_start = random_bits((count,), torch.int32, seed + 2)
     expected = reference.gather_batch(step, positions, slots, kv_start, num_padded)
-    stride = num_padded + 24
+    # Groups start at a multiple of 32 bytes, as Ascend wants it.
+    stride = -(-num_padded // 4) * 4 + 24
     out = {
         "rows": Canvas((num_padded + 3,), torch.int64, device),
         "boundaries": Canvas((count + 1,), torch.int32, device),
@@ -172,7 +173,7 @@ def check_pad_replayed_slots(
     positions = torch.cat([*parts, random_bits((step.padding,), torch.int64, seed + 1)])
     slots = random_bits((num_groups, tokens), torch.int64, seed + 2)
     expected = reference.pad_replayed_slots(step, slots, list(groups), positions, starts, window)
-    canvas = Canvas((num_groups, tokens + 8), torch.int64, device)
+    canvas = Canvas((num_groups, -(-tokens // 4) * 4 + 8), torch.int64, device)
     view = canvas.tensor[:, :tokens]
     view.copy_(slots)
     kernels.pad_replayed_slots(

@@ -106,7 +106,6 @@ class Report:
     ub_limit: int
     routines: int
     launches: dict[str, int]
-    unsupported: dict[str, str]
 
 
 def check_kernel(name: str, target: Target, note: Callable[[str], None]) -> Report:
@@ -124,7 +123,6 @@ def check_kernel(name: str, target: Target, note: Callable[[str], None]) -> Repo
         ub_limit=lowered[0].ub_limit,
         routines=len({routine for one in lowered for routine in one.routines}),
         launches=stand_in.launches,
-        unsupported=stand_in.unsupported,
     )
 
 
@@ -166,7 +164,7 @@ def main() -> int:
                 str(report.ub_bytes),
                 str(report.ub_limit),
                 f"ttir ttadapter hivm -{target.assembler}",
-                launches + "".join(f", no {level}: {why}" for level, why in report.unsupported.items()),
+                launches,
             )
         )
     print(*_table(rows), sep="\n")

@@ -88,8 +88,17 @@ def writes_one_row_too_few(source_ptr, target_ptr, count, WIDTH: tl.constexpr, B
 
 @triton.jit(do_not_specialize=["source_ptr", "target_ptr", "count"])
 def depends_on_the_grid(source_ptr, target_ptr, count):
-    # Every program writes the same element, so the last one wins.
+    # Every program writes the same element; the last one wins.
     tl.store(target_ptr, tl.load(source_ptr) + tl.program_id(0) + count)
+
+
+@triton.jit(do_not_specialize=["source_ptr", "target_ptr", "count"])
+def meets_in_a_line(source_ptr, target_ptr, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    # Right in any order, but rows of 80 bytes do not end where lines do.
+    for row in range(tl.program_id(0), count, tl.num_programs(0)):
+        value = tl.load(source_ptr + row * WIDTH + lane, mask=lane < WIDTH)
+        tl.store(target_ptr + row * WIDTH + lane, value, mask=lane < WIDTH)
 
 
 @triton.jit
@@ -150,7 +159,11 @@ CONTROLS: dict[str, tuple[Callable[[], None], str]] = {
     "read past the last row": (Control(reads_past_the_last_row, _SHAPE).run, OUTSIDE),
     "write past the last row": (Control(writes_past_the_last_row, _SHAPE).run, OUTSIDE),
     "missing row": (Control(writes_one_row_too_few, _SHAPE).run, r"wrong result"),
-    "programs that race": (Control(depends_on_the_grid, programs=5).run, r"differs between levels or runs"),
+    "programs that race": (Control(depends_on_the_grid, programs=5).run, r"write into the same 32 bytes"),
+    "stores that meet in a line": (
+        Control(meets_in_a_line, _SHAPE, programs=3).run,
+        r"write into the same 32 bytes of target_ptr",
+    ),
     "argument that recompiles": (Control(compiles_for_every_value).run, r"specialised on .* count"),
     "step without warm-up": (_cold_step, r"a step compiles .*KV_START.*True"),
     "unregistered kernel": (_unregistered, r"not registered .*: compiles_for_every_value"),

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
+import numpy as np
 import torch
 from triton._C.libtriton import ir
 from triton._C.libtriton import llvm as triton_llvm
@@ -38,6 +39,8 @@ from tools.check_kernels.lowering import (
 )
 
 GUARD = 1 << 20
+LINE = 32
+"""Bytes in which stores of two cores must not meet."""
 PAGE = mmap.PAGESIZE
 
 llvm.initialize_native_target()
@@ -70,6 +73,10 @@ class Guarded:
         # What lies between the buffer and the far guard is no zero that could pass for a result.
         ctypes.memset(self.base + GUARD, 0xA5, body)
         ctypes.memmove(self.address, self.flat.data_ptr(), self.size)
+
+    def bytes(self) -> np.ndarray:
+        """The buffer as it is now."""
+        return np.frombuffer(ctypes.string_at(self.address, self.size), dtype=np.uint8)
 
     def close(self) -> torch.Tensor:
         """Free the memory; gives what it held, shaped like ``flat``."""
@@ -215,11 +222,10 @@ class AdapterLevel:
         name = re.search(r"func\.func @(\w+)", adapter).group(1)
         self._program = _Program(name, _optimise(adapter, *_BUFFERIZE, *_TO_LLVM))
 
-    def run(self, arguments: list[tuple[Any, Any]], grid: int, order: Sequence[int]) -> None:
-        """Run every program of the grid, one after the other."""
+    def programs(self, arguments: list[tuple[Any, Any]], grid: int) -> Callable[[int], None]:
+        """What runs one program of the grid, by its number."""
         call = self._program.bind([*_memref(None, 0), *_memref(None, 0), *arguments])
-        for program in order:
-            call(grid, 1, 1, program, 0, 0)
+        return lambda program: call(grid, 1, 1, program, 0, 0)
 
 
 class HivmLevel:
@@ -256,11 +262,15 @@ class HivmLevel:
             self._hidden += _memref(None, 0) if kind.startswith("memref") else [(_CTYPES[kind], 0)]
         self._program = _Program(name, _strip_attributes(_optimise(module, *_TO_LLVM)))
 
-    def run(self, arguments: list[tuple[Any, Any]], grid: int, order: Sequence[int]) -> None:
+    def programs(self, arguments: list[tuple[Any, Any]], grid: int) -> Callable[[int], None]:
+        """What runs one program of the grid, by its number."""
         call = self._program.bind([*self._hidden, *arguments])
-        for program in order:
+
+        def run(program: int) -> None:
             _block.value = program
             call(grid, 1, 1)
+
+        return run
 
 
 _ATTRIBUTE = re.compile(
@@ -385,7 +395,6 @@ class Simulated:
         self.kernel, self.target, self.outputs = kernel, target, outputs
         self.compiled: dict[Specialisation, Lowered] = {}
         self.launches: dict[str, int] = {}
-        self.unsupported: dict[str, str] = {}
         self._levels: dict[Specialisation, list[Any]] = {}
         self._random = random.Random(seed)
 
@@ -424,7 +433,7 @@ class Simulated:
             try:
                 yield HivmLevel(spec, adapter, self.target)
             except Unsupported as error:
-                self.unsupported[HivmLevel.name] = str(error)
+                raise Rejected(f"no CPU code for the compiler's module: {error}") from error
 
     def _run_once(self, level: Any, passed: dict[str, Any], grid: int, in_front: bool) -> dict[str, torch.Tensor]:
         """All programs, in any order: no program may wait for another or write what another writes."""
@@ -437,9 +446,41 @@ class Simulated:
                 arguments.append((ctypes.c_int32, value))
         order = list(range(grid))
         self._random.shuffle(order)
-        level.run(arguments, grid, order)
+        run = level.programs(arguments, grid)
+        # In front, buffers start on a page, as whole allocations do: lines of memory are where they will be.
+        watch = _Lines({n: b for n, b in buffers.items() if n in self.outputs}) if in_front and grid > 1 else None
+        for program in order:
+            run(program)
+            if watch is not None:
+                watch.after(program)
         # As integers: equality must hold for NaNs.
         return {name: _as_integers(buffer.close()) for name, buffer in buffers.items()}
+
+
+class _Lines:
+    """Watches that every line of 32 bytes is changed by one program only: Ascend may lose stores of two cores there."""
+
+    def __init__(self, buffers: dict[str, Guarded]) -> None:
+        self._buffers = buffers
+        self._seen = {name: buffer.bytes() for name, buffer in buffers.items()}
+        self._owner = {name: np.full(-(-len(seen) // LINE), -1) for name, seen in self._seen.items()}
+
+    def after(self, program: int) -> None:
+        """Call it when a program has ended.
+
+        Raises:
+            Rejected: it wrote into another one's line.
+        """
+        for name, buffer in self._buffers.items():
+            now = buffer.bytes()
+            lines = np.unique(np.flatnonzero(now != self._seen[name]) // LINE)
+            others = self._owner[name][lines]
+            shared = lines[(others != -1) & (others != program)]
+            if len(shared):
+                owner = self._owner[name][shared[0]]
+                raise Rejected(f"programs {owner} and {program} write into the same {LINE} bytes of {name}")
+            self._owner[name][lines] = program
+            self._seen[name] = now
 
 
 def _as_integers(flat: torch.Tensor) -> torch.Tensor:
