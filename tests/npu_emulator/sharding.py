@@ -18,7 +18,6 @@ def install(parts, *, pretend):
     """
     if not pretend:
         return
-    import vllm_ascend.models.deepseek_v41.model as v41
     import vllm_ascend.ops.linear as ascend_linear
     from vllm_ascend.ops.fused_moe.fused_moe import AscendMoERunner
 
@@ -29,9 +28,6 @@ def install(parts, *, pretend):
         if "shared_experts.down_proj" in name:
             return torch.stack(_partial_sums(x, layer.weight, parts))
         return numerics.linear(x, layer.weight, bias)
-
-    def muls_add(x, y, scale):
-        return _add([numerics.muls_add(a, b, scale) for a, b in zip(x, y)])
 
     def forward_impl(runner, hidden_states, router_logits, shared_experts_input=None, input_ids=None):
         experts = runner.routed_experts
@@ -46,10 +42,11 @@ def install(parts, *, pretend):
                 routed.append(part)
         finally:
             experts.w13_weight, experts.w2_weight = w13, w2
-        return shared, torch.stack(routed)
+        # Each rank adds its two outputs before the ranks' sums meet; the runner's own addition finds nothing to add.
+        total = _add([a + b for a, b in zip(shared, routed)])
+        return torch.zeros_like(total), total
 
     ascend_linear.AscendUnquantizedLinearMethod.apply = apply
-    v41.muls_add_triton = muls_add
     AscendMoERunner._forward_impl = forward_impl
 
 
