@@ -112,13 +112,13 @@ def test_several_samples_and_ngram_speculation(model, arms):
 
 def test_preempted_requests_resume_with_drafts_in_the_last_chunk(model):
     """A KV cache too small for all: requests are preempted and prefill again, generated tokens included."""
-    prompts = [(tokens(5, seed) * 12)[:57] for seed in range(6)]
-    runs = [(prompts, dict(temperature=0.0, max_tokens=40, logprobs=-1))]
+    prompts = [(tokens(5, seed) * 12)[:31] for seed in range(6)]
+    runs = [(prompts, dict(temperature=0.0, max_tokens=45, logprobs=-1))]
     drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
-    common = dict(num_gpu_blocks_override=22, max_model_len=112, enable_prefix_caching=False, **CHUNKS)
+    common = dict(num_gpu_blocks_override=40, max_model_len=96, enable_prefix_caching=False, **CHUNKS)
     exact = {"ASCEND_REPLAY_KEEP": "exact"}
     small = start(model, runs, exact, stats=True, speculative_config=drafts, **common)
-    roomy = start(model, runs, {"ASCEND_REPLAY": "0"}, max_model_len=112, enable_prefix_caching=False, **CHUNKS)
+    roomy = start(model, runs, {"ASCEND_REPLAY": "0"}, max_model_len=96, enable_prefix_caching=False, **CHUNKS)
     answer = small.answer()
     assert answer["metrics"]["vllm:num_preemptions"] > 0
     assert answer["stats"][0]["rows_kept"] < answer["stats"][0]["rows_in"]

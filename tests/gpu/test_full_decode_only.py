@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from tests.gpu.probe import SIZES, WINDOW, Probe, request, schedule, worst
+from tests.gpu.probe import SIZES, WINDOW, Probe, schedule, worst
 from vllm_ascend_replay.graphs import ReplayGraphs
 from vllm_ascend_replay.reference.attention import Indexer, LatentAttention
 from vllm_ascend_replay.tail import ReplayTail
@@ -38,47 +38,6 @@ def test_graph_equals_eager(probe):
     assert same < 1e-3
     assert alone < 1e-3
     assert {n: r.tokens for n, r in run.requests.items()} == {n: r.tokens for n, r in padded_run.requests.items()}
-
-
-def in_chunks(probe, length, chunks):
-    """One request whose first steps are ``chunks`` tokens long."""
-    scheduler, budget = probe.engine._scheduler, list(chunks)
-    schedule, limit = scheduler.schedule, scheduler.max_num_scheduled_tokens
-
-    def limited(*args, **kwargs):
-        scheduler.max_num_scheduled_tokens = budget.pop(0) if budget else limit
-        return schedule(*args, **kwargs)
-
-    scheduler.schedule = limited
-    try:
-        run, _ = probe.run([request("chunked", length, 0, 4)])
-    finally:
-        scheduler.schedule, scheduler.max_num_scheduled_tokens = schedule, limit
-    return run.requests["chunked"], run.requests["chunked"].prefills[0].steps
-
-
-def test_a_one_token_chunk_of_a_bounded_prompt_stays_out_of_decode_graphs(probe, monkeypatch):
-    # Two one-token chunks inside the final window: positions 180 and 181 of 200, the window begins at 168.
-    length, chunks = 200, (180, 1, 1)
-    guarded, steps = in_chunks(probe, length, chunks)
-    assert steps[:3] == [180, 1, 1]
-    manager = probe.runner.cudagraph_manager
-    dispatch = manager.dispatch
-    with monkeypatch.context() as patch, probe.without_graphs():
-        patch.setattr(manager, "_candidates", {})
-        eager, _ = in_chunks(probe, length, chunks)
-    assert manager.dispatch == dispatch
-    difference = torch.tensor(guarded.logprobs) - torch.tensor(eager.logprobs)
-    print(f"guarded against eager: max |d logprob| {difference.abs().max():.2e}")
-    assert guarded.tokens == eager.tokens
-    # Negative control: without the guard the rows run in a decode graph and read pages that nobody wrote.
-    with monkeypatch.context() as patch:
-        patch.setattr(type(probe.state), "forbids_decode_graph", lambda *_: False)
-        unguarded, _ = in_chunks(probe, length, chunks)
-    wrong = torch.tensor(unguarded.logprobs) - torch.tensor(eager.logprobs)
-    print(f"unguarded against eager: max |d logprob| {wrong.abs().max():.2e}")
-    assert difference.abs().max() < 0.05
-    assert not wrong.abs().max() < 0.5
 
 
 @pytest.fixture(scope="module")

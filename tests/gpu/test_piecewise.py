@@ -20,8 +20,8 @@ def test_model_graphs_break_out_once(probe):
     entries = probe.runner.cudagraph_manager.breakable_cg_runner.entries
     breaks = {key.num_tokens: entry.capture.num_eager_breaks for key, entry in entries.items()}
     print("PIECEWISE model graphs: breaks", breaks)
-    # One for each layer before the cut, one for all from the cut on.
-    assert set(breaks.values()) == {probe.tail.cut + 1}
+    # One for each layer before the cut, one for the n-gram lookup, one for all layers from the cut on.
+    assert set(breaks.values()) == {probe.tail.cut + 2}
     assert sorted(probe.graphs.buckets) == SIZES
 
 
@@ -34,7 +34,7 @@ def test_graph_equals_eager(probe):
     with probe.eager_but_padded():
         padded_run, padded = probe.run(schedule())
     with probe.without_graphs():
-        eager_run, eager = probe.run(schedule())
+        _, eager = probe.run(schedule())
     assert not any(step.in_graph for step in (*padded, *eager))
     same, other = worst(steps, padded), worst(steps, eager)
     print(f"graph against eager, padded alike: {same:.2e}; not padded: {other:.2e}")
