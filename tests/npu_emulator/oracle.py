@@ -212,6 +212,26 @@ class Oracle:
         act = b16(b16(g * b16(torch.sigmoid(g))) * u)
         return b16(b16(out) + self.project(act, s.down_proj))
 
+    def engram(self, layer, X, ids):
+        """Adds the gated n-gram rows of each position to the streams; X [n, hc, H]."""
+        h, slot, n = self.m.engram_hash, layer.self_attn.role.engram_slot, X.shape[0]
+        source, pos = h.token_map[ids].long(), torch.arange(n)
+        rolling, columns = torch.zeros(n, dtype=torch.long), []
+        for shift in range(h.layout.max_ngram_size):
+            earlier = source.roll(shift).masked_fill(pos < shift, h.pad_id)
+            rolling = rolling ^ (earlier * h.multipliers[slot, shift])
+            if shift:
+                columns.append(rolling.unsqueeze(1) % h.primes[slot, shift - 1])
+        rows = torch.cat(columns, 1) + h.offsets[slot]
+        e = layer.engram
+        kv = self.project(self.w(e.embed_tokens.weight)[rows].flatten(1), e.wkv)
+        key, value = kv.split([X.shape[1] * X.shape[2], X.shape[2]], 1)
+        key, eps = key.view_as(X), self.cfg.rms_norm_eps
+        scale = torch.rsqrt(X.square().mean(-1) + eps) * torch.rsqrt(key.square().mean(-1) + eps)
+        dot = (X * self.w(e.q_weight) * self.w(e.k_weight) * key).sum(-1) * scale * X.shape[2] ** -0.5
+        gate = torch.sigmoid(dot.abs().clamp_min(1e-6).sqrt().copysign(dot))
+        return b16(X + gate.unsqueeze(-1) * value.unsqueeze(1))
+
     # ---- a sequence ----------------------------------------------------------
 
     @torch.no_grad()
@@ -243,6 +263,8 @@ class Oracle:
     def run(self, begin, end, X, pre, state, floor):
         """Layers [begin, end) on every row."""
         for layer in list(torch.nn.ModuleList.__iter__(self.m.layers))[begin:end]:
+            if layer.engram is not None:
+                X = self.engram(layer, X, state["ids"])
             y, post, C, mid = self.mix(X, layer, "attn", pre)
             y = rms(y, self.w(layer.input_layernorm.weight), self.cfg.rms_norm_eps)
             X = self.post(X, self.attention(layer, y, state, floor), post, C)

@@ -1,0 +1,48 @@
+"""The whole engine in processes of its own: entry points, scheduler with prefix caching and async scheduling, worker."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_llm_without_and_with_replay():
+    """`LLM(...)` three times: without the package, with it, and lossless; the demo compares and exits accordingly."""
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "ascend_demo.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+    assert "rows dropped: yes" in run.stdout
+    assert "exact equals the run without the package: yes" in run.stdout
+    assert run.stdout.count("ReplayAscendDeepseekV41ForCausalLM") == 2
+
+
+def test_switched_off_by_the_environment():
+    """ASCEND_REPLAY=0: the entry point runs and leaves vLLM and vllm-ascend as they are."""
+    code = (
+        "from tests.npu_emulator import activate; activate()\n"
+        "from tests.ascend import support\n"
+        "import vllm.plugins\n"
+        "support.remember_originals()\n"
+        "vllm.plugins.plugins_loaded = False\n"
+        "import os; os.environ['VLLM_PLUGINS'] = 'ascend,ascend_model,vllm_ascend_replay'\n"
+        "import vllm.envs; loaded = vllm.plugins.load_plugins_by_group('vllm.general_plugins')\n"
+        "assert 'vllm_ascend_replay' in loaded, loaded\n"
+        "[load() for load in loaded.values()]\n"
+        "print('untouched', support.is_untouched())\n"
+    )
+    for value, want in (("0", "untouched True"), ("1", "untouched False")):
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "ASCEND_REPLAY": value},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert want in run.stdout, run.stdout + run.stderr[-3000:]
