@@ -7,7 +7,7 @@ calls its parent once and then ``self._prepare_replay(...)``. What the mixin ask
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -246,7 +246,8 @@ class ReplayModelState:
         if tail is None:
             return
         tail.batch = None
-        if self.replay_buffers is None:
+        if self.replay_buffers is None or len(self.replay_buffers.slot_mappings) != len(slot_mappings):
+            # Memory profiling may run with other KV cache groups than serving.
             self._allocate_replay_buffers(slot_mappings, input_batch.positions)
         dummy = self.replay_host.is_dummy_batch(input_batch)
         breaks_out = cudagraph_mode == CUDAGraphMode.PIECEWISE and tail.breaks_out(input_batch.num_tokens_after_padding)
@@ -400,7 +401,8 @@ def forbid_bounded_decode_graphs(runner_cls: type) -> None:
                 batch.num_computed_prefill_tokens_np[prefilling],
                 batch.prefill_len_np[prefilling],
             ):
-                return replace(batch, decode_graph_eligible=False), None
+                # A named tuple, not a dataclass.
+                return batch._replace(decode_graph_eligible=False), None
         return batch, uniform
 
     gather_batch_req_state.guards_bounded_prefills = True  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ SMALL = {
     "verify": "--window 8 --vocab-size 97 --lengths 9,129 --tokens 4 --needle-tokens 0",
     "bench": "--vocab-size 97 --waves 1 --concurrency 1",
 }
-ASSIGNMENT = re.compile(r"[A-Z_]+=")
+ASSIGNMENT = re.compile(r"[A-Z][A-Z0-9_]*=")
 
 
 def commands():
@@ -39,7 +39,7 @@ COMMANDS = sorted(set(commands()))
 
 def split(line):
     """Variables that are set for the command, and the command's words."""
-    words = shlex.split(line, comments=True)
+    words = shlex.split(line.replace("$(mktemp -d)", "new-directory"), comments=True)
     variables = {}
     while words and (ASSIGNMENT.match(words[0]) or words[0] == "export"):
         word = words.pop(0)
@@ -125,6 +125,23 @@ def test_the_log_line_on_the_page_is_one():
         "full_steps_by_reason": {"no prompt of the step is bounded": 2},
     }
     assert stats.log_line(counted, 10.2) in (ROOT / "docs/counters.md").read_text()
+
+
+def test_the_saving_on_the_page_is_what_doctor_says(flash_plan):
+    import json
+
+    from vllm_ascend_replay.cli.doctor import expected_saving
+    from vllm_ascend_replay.config import ReplaySettings
+    from vllm_ascend_replay.layer_plan import read_layer_plan
+    from vllm_ascend_replay.reference.config import ReferenceConfig
+
+    plan = read_layer_plan(ReferenceConfig(**json.loads((flash_plan / "config.json").read_text())))
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    for keep in ("window", "exact"):
+        for tokens in (1024, 8192, 65536, 131072):
+            saving = expected_saving(plan, ReplaySettings(keep=keep), tokens, chunk=8192)
+            rows = f"{saving.kept_rows:,} | {saving.skipped_steps} of {saving.steps}"
+            assert f"| {keep} | {tokens:,} | {rows} | {1 - saving.layer_rows / saving.layer_rows_full:.1%} |" in page
 
 
 def test_every_counter_is_on_the_page():

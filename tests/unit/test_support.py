@@ -66,7 +66,6 @@ CASES = {
     "pipeline-parallel": (config(pipeline_parallel_size=2), MODEL, "pipeline parallelism (size 2)"),
     "decode-context-parallel": (config(decode_context_parallel_size=4), MODEL, "(size 4)"),
     "prefill-context-parallel": (config(prefill_context_parallel_size=2), MODEL, "prefill context"),
-    "sequence-parallel": (config(), SimpleNamespace(shards_tokens=True), "sequence parallelism"),
     "microbatching": (config(use_ubatching=True), MODEL, "--enable-dbo"),
     "lora": (config(lora_config=object()), MODEL, "LoRA"),
     "prompt-embeds": (config(enable_prompt_embeds=True), MODEL, "--enable-prompt-embeds"),
@@ -120,6 +119,11 @@ def test_dp_coordination(monkeypatch):
     assert "data-parallel all-reduce" in unsupported_reason(config(data_parallel_size=2), MODEL)
 
 
+def test_sharded_states_are_fine_where_the_host_knows_how_they_lie():
+    assert unsupported_reason(config(), SimpleNamespace(shards_tokens=True)) is None
+    assert unsupported_reason(config(prefill_context_parallel_size=2), SimpleNamespace(shares_context=True)) is None
+
+
 @pytest.mark.parametrize("method", [None, "ngram"])
 def test_ngram_is_fine(method):
     assert unsupported_reason(config(speculative_config=SimpleNamespace(method=method)), MODEL) is None
@@ -149,20 +153,22 @@ def test_graph_modes(monkeypatch):
 def test_each_graph_gate_names_its_reason(monkeypatch):
     graphs = CUDAGraphMode
 
-    def reason(mode=graphs.FULL_DECODE_ONLY, eager=False, breakable=True, device=True):
+    def reason(mode=graphs.FULL_DECODE_ONLY, eager=False, breakable=True, device=True, model=MODEL, **changes):
         monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1" if breakable else "0")
         monkeypatch.setattr(support, "_device_has_graphs", lambda: device)
-        return graphs_off_reason(config(enforce_eager=eager, cudagraph_mode=mode), MODEL)
+        return graphs_off_reason(config(enforce_eager=eager, cudagraph_mode=mode, **changes), model)
 
     for mode in (graphs.NONE, graphs.FULL_DECODE_ONLY, graphs.PIECEWISE, graphs.FULL_AND_PIECEWISE):
         assert reason(mode) is None
     words = {
         "eager": (reason(eager=True), "--enforce-eager"),
+        "sharded-states": (reason(model=SimpleNamespace(shards_tokens=True)), "sequence or context parallelism"),
         "device-graphs": (reason(device=False), "this device"),
         "breakable": (reason(breakable=False), "VLLM_USE_BREAKABLE_CUDAGRAPH=1"),
         "full-graphs": (reason(graphs.FULL), "cudagraph_mode FULL "),
     }
     assert set(words) == {gate.name for gate in GRAPH_GATES}
+    assert reason(prefill_context_parallel_size=2) == words["sharded-states"][0]
     for found, expected in words.values():
         assert expected in found
 
