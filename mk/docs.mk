@@ -1,4 +1,4 @@
-# The documentation: built with every warning an error, into site/.
+# The documentation: built with every warning an error, into site/; and the small measurements that it shows.
 
 DOCS := .venv/docs
 TEST_TARGETS += docs
@@ -8,7 +8,7 @@ $(DOCS)/.ready: requirements/docs.txt
 	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/docs.txt
 	@touch $@
 
-.PHONY: docs docs-serve
+.PHONY: docs docs-serve bench-stats
 
 docs: $(DOCS)/.ready  ## Build the documentation into site/; a warning fails it.
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet --site-dir site
@@ -16,3 +16,6 @@ docs: $(DOCS)/.ready  ## Build the documentation into site/; a warning fails it.
 
 docs-serve: $(DOCS)/.ready  ## Show the documentation while it is written.
 	$(DOCS)/bin/mkdocs serve
+
+bench-stats: $(CPU)/.ready  ## What the counters cost a step.
+	$(CPU)/bin/python benchmarks/counters.py
