@@ -12,6 +12,7 @@ import torch
 from vllm.v1.worker.gpu.buffer_utils import UvaBufferPool
 
 from vllm_ascend_replay import kernels
+from vllm_ascend_replay.layouts import WHOLE, Layout, owned_rows
 from vllm_ascend_replay.plan import ReplayPlan, empty_plan
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -53,6 +54,8 @@ class KeptRows:
     """int32 ``[R']``: lower bound of the late layers' window."""
     replay_start: torch.Tensor
     """int32 ``[R']``: lower bound of the cut layer's window."""
+    host_boundaries: np.ndarray | None = None
+    """``[R + 1]``: the step's boundaries, where the host's are the device's for certain."""
     _masked: bool = False
 
     def padding_mask(self) -> torch.Tensor:
@@ -63,18 +66,30 @@ class KeptRows:
         return self.is_padding
 
     def gather(
-        self, states: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
+        self, states: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None, *, layout: Layout = WHOLE
     ) -> Sequence[torch.Tensor]:
         """The kept rows of ``states`` (each ``[T, ...]``): tensors ``[N, ...]``, zero on padding rows.
 
         Args:
             states: what crosses the cut.
             out: where to, tensors ``[N, ...]``; default new ones.
+            layout: how the states lie over the ranks. If they are sharded, ``states`` and the result are this rank's
+                chunks, and ``out`` is not used.
         """
+        if layout.size > 1:
+            return layout.gather(states, self.rows, self.owned(states[0].shape[0], layout.size))
         if out is None:
             out = [state.new_empty((self.num_padded, *state.shape[1:])) for state in states]
         kernels.gather_states(self.rows, [state.contiguous() for state in states], out)
         return out
+
+    def owned(self, share: int, size: int) -> np.ndarray | None:
+        """How many kept rows come before each rank's ``share`` rows of the step, if the host knows; ``[size + 1]``."""
+        if not self.plan.num_rows:
+            return np.zeros(size + 1, dtype=np.int64)
+        if self.host_boundaries is None:
+            return None
+        return owned_rows(self.plan, self.host_boundaries, share, size)
 
     def scatter(self, values: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
         """Compact ``values`` (each ``[N, H]``) as ``[num_tokens, H]``; rows that were not kept are zero."""
@@ -142,6 +157,7 @@ class ReplayBuffers:
         slot_mappings: torch.Tensor,
         replay_start: np.ndarray,
         num_padded: int,
+        host_boundaries: np.ndarray | None = None,
     ) -> KeptRows:
         """Gather the kept rows of a step into the buffers: one upload and one launch.
 
@@ -153,6 +169,7 @@ class ReplayBuffers:
             replay_start: int32 ``[R]`` on the host.
             num_padded: rows of the replay batch, ``>= max(plan.num_rows, 1)``. A plan without rows gets one padding
                 row, owned by request 0.
+            host_boundaries: ``[R + 1]``, where they are the device's for certain.
         """
         requests = plan.requests
         only_padding = len(requests) == 0
@@ -182,6 +199,7 @@ class ReplayBuffers:
             slot_mappings=self.slot_mappings[:, :num_padded],
             kv_start=uploaded[ends[1] : ends[2]],
             replay_start=uploaded[ends[2] : ends[3]],
+            host_boundaries=host_boundaries,
         )
         kernels.gather_batch(
             query_start_loc=query_start_loc,

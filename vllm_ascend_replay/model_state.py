@@ -66,6 +66,12 @@ class ReplayHost(Protocol):
     def is_dummy_batch(self, input_batch: Any) -> bool:
         """Whether nobody reads this batch's rows (warm-up, an idle rank's share of a step)."""
 
+    def whole_batch(self, input_batch: Any) -> Any:
+        """The batch of which ``input_batch`` is this rank's share (context parallelism), or itself."""
+
+    def share_plan(self, plan: ReplayPlan, input_batch: Any) -> ReplayPlan:
+        """What the plan of the whole batch is for this rank's share of its rows."""
+
     def request_keeps_rows(self, new_request: Any) -> bool:
         """Whether every prompt row of the request is read."""
 
@@ -94,6 +100,8 @@ class ReplayModelState:
     replay_settings: ReplaySettings
     replay_buffers: ReplayBuffers | None = None
     replay_graphs: ReplayGraphs | None = None
+    replay_request_factor = 1
+    """Requests that a rank's share of a batch has at most, for each request of the batch."""
 
     # Of the host's model state.
     vllm_config: VllmConfig
@@ -184,6 +192,12 @@ class ReplayModelState:
         self.replay_starts_np[req_index] = self.replay_host.request_replay_start(new_request)
         self.replay_keeps_rows_np[req_index] = self.replay_host.request_keeps_rows(new_request)
 
+    def whole_batch(self, input_batch: Any) -> Any:
+        return input_batch
+
+    def share_plan(self, plan: ReplayPlan, input_batch: Any) -> ReplayPlan:
+        return plan
+
     # -- the plan -----------------------------------------------------------------------------------------------
 
     def plan_step(self, input_batch: Any) -> ReplayPlan:
@@ -257,16 +271,21 @@ class ReplayModelState:
                 self._count_full(input_batch, "model graph")
             return
         ranks = self.vllm_config.parallel_config.data_parallel_size
-        if ranks == 1 and (dummy or not (input_batch.has_prefill or breaks_out)):
+        # Ranks that share a batch's rows decide alike, whatever their shares are.
+        whole = input_batch if dummy else self.replay_host.whole_batch(input_batch)
+        if ranks == 1 and (dummy or not (whole.has_prefill or breaks_out)):
             if not dummy:
                 self._count_full(input_batch, None)
             return
         n = input_batch.num_reqs
-        plan = empty_plan(np.diff(input_batch.query_start_loc_np[: n + 1])) if dummy else self.plan_step(input_batch)
+        if dummy:
+            plan = empty_plan(np.diff(input_batch.query_start_loc_np[: n + 1]))
+        else:
+            plan = self.replay_host.share_plan(self.plan_step(whole), input_batch)
         agreement = self._agree(plan, ranks)
         if not agreement.replays:
             if not dummy:
-                self._count_full(input_batch, "no prompt of the step is bounded" if input_batch.has_prefill else None)
+                self._count_full(input_batch, "no prompt of the step is bounded" if whole.has_prefill else None)
             if not breaks_out:
                 return
         step = StepInputs(input_batch, block_tables, slot_mappings, attn_groups, kv_cache_config)
@@ -292,7 +311,7 @@ class ReplayModelState:
         # Every rank runs the bucket of the largest rank, so that their experts exchange rows of one shape.
         size = None if graphs is None else graphs.size_for(max(int(agreement.rows.max()), 1))
         rows = agreement.padded_rows() if size is None else torch.full_like(agreement.rows, size)
-        batch = self._replay_batch(step, plan, max(plan.num_rows, 1) if size is None else size, rows)
+        batch = self._replay_batch(step, plan, max(plan.rows_to_run, 1) if size is None else size, rows)
         if graphs is not None and size is not None and graphs.runs(size):
             batch.graph = graphs
         return batch
@@ -304,10 +323,13 @@ class ReplayModelState:
         n = step.input_batch.num_reqs
         parallel = self.vllm_config.parallel_config
         dp_metadata = None
-        if parallel.data_parallel_size > 1:
+        # Sequence-parallel experts read each rank's rows from it even without data parallelism.
+        if parallel.data_parallel_size > 1 or getattr(parallel, "use_sequence_parallel_moe", False):
             dp_metadata = DPMetadata.make(parallel, num_padded, rows_across_dp)
         at = step.input_batch.idx_mapping_np[:n]
         assert self.replay_buffers is not None
+        # Adaptive verification resizes drafts on the device only.
+        exact = not getattr(step.input_batch, "num_draft_tokens", 0)
         kept = self.replay_buffers.fill(
             plan,
             query_start_loc=step.input_batch.query_start_loc[: n + 1],
@@ -315,6 +337,7 @@ class ReplayModelState:
             slot_mappings=step.slot_mappings,
             replay_start=np.where(step.input_batch.is_prefilling_np[:n], self.replay_starts_np[at], 0),
             num_padded=num_padded,
+            host_boundaries=step.input_batch.query_start_loc_np[: n + 1] if exact else None,
         )
         return self.replay_host.build_replay_batch(step, kept, dp_metadata)
 
@@ -355,10 +378,10 @@ class ReplayModelState:
 
     def _agree(self, plan: ReplayPlan, ranks: int) -> Agreement:
         if ranks == 1:
-            return alone(plan.needs_replay, plan.num_rows)
+            return alone(plan.needs_replay, plan.rows_to_run)
         return agree(
             plan.needs_replay,
-            plan.num_rows,
+            plan.rows_to_run,
             rank=self.vllm_config.parallel_config.data_parallel_rank,
             ranks=ranks,
             all_reduce=lambda posted: dist.all_reduce(posted, group=get_dp_group().cpu_group),
@@ -370,7 +393,7 @@ class ReplayModelState:
     def _allocate_replay_buffers(self, slot_mappings: torch.Tensor, positions: torch.Tensor) -> None:
         """Make the buffers and compile the kernels on them: the first (start-up, dummy) batch does it."""
         self.replay_buffers = buffers = ReplayBuffers(
-            self.max_num_reqs, self.max_num_tokens, slot_mappings.shape[0], self.device
+            self.max_num_reqs * self.replay_request_factor, self.max_num_tokens, slot_mappings.shape[0], self.device
         )
         buffers.warm_up(slot_mappings, positions)
 

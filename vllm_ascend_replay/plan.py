@@ -33,6 +33,13 @@ class ReplayPlan:
     """Kept rows in all."""
     needs_replay: bool
     """Whether some prefilling request must run through the replay batch."""
+    shared_rows: int = 0
+    """Kept rows of the fullest of the ranks that share the batch's rows (context parallelism); 0: they do not."""
+
+    @property
+    def rows_to_run(self) -> int:
+        """Rows that this rank runs: as many as the fullest of those it shares the batch with."""
+        return max(self.num_rows, self.shared_rows)
 
     @property
     def requests(self) -> Int32Array:

@@ -115,13 +115,8 @@ GATES: tuple[Gate, ...] = (
     ),
     Gate(
         "prefill-context-parallel",
-        "prefill context parallelism (size {found}) is not supported",
-        _parallel("prefill_context_parallel_size"),
-    ),
-    Gate(
-        "sequence-parallel",
-        "sequence parallelism shards the states that cross the cut; it is not supported",
-        lambda s: getattr(s.model, "shards_tokens", False),
+        "prefill context parallelism (size {found}) is not supported for this model",
+        lambda s: not getattr(s.model, "shares_context", False) and _parallel("prefill_context_parallel_size")(s),
     ),
     Gate(
         "microbatching",
@@ -210,6 +205,11 @@ GRAPH_GATES: tuple[Gate, ...] = (
         lambda s: s.vllm_config.model_config.enforce_eager,
     ),
     Gate(
+        "sharded-states",
+        "sequence or context parallelism shards the states that cross the cut, and they are exchanged outside graphs",
+        lambda s: getattr(s.model, "shards_tokens", False) or _parallel("prefill_context_parallel_size")(s),
+    ),
+    Gate(
         "device-graphs",
         "this device runs no captured graphs",
         lambda s: not _device_has_graphs(),
@@ -244,7 +244,8 @@ def unsupported_reason(vllm_config: Any, model: Any) -> str | None:
     Args:
         vllm_config: vLLM's configuration.
         model: the loaded model or what the host knows of it (its optional attributes ``caps_prefix_hits``,
-            ``shards_tokens``, ``has_engram`` and ``relabels_prefill_as_decode`` are read), or ``None``.
+            ``shards_tokens``, ``shares_context``, ``has_engram`` and ``relabels_prefill_as_decode`` are read), or
+            ``None``.
     """
     try:
         plan = read_layer_plan(vllm_config.model_config.hf_text_config)

@@ -19,6 +19,7 @@ from vllm.forward_context import (
 )
 
 from vllm_ascend_replay.batch import KeptRows, ReplayBatch, States
+from vllm_ascend_replay.layouts import WHOLE, Layout
 
 RunLayer = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """``run_layer(layer, positions, streams, pre_mix, input_ids) -> (streams, pre_mix)``."""
@@ -43,7 +44,11 @@ def nested_context(**changes: Any) -> Iterator[ForwardContext]:
 
 
 def replay_context(
-    kept: KeptRows, attn_metadata: dict[str, Any], slot_mapping: dict[str, torch.Tensor], dp_metadata: Any
+    kept: KeptRows,
+    attn_metadata: dict[str, Any],
+    slot_mapping: dict[str, torch.Tensor],
+    dp_metadata: Any,
+    layout: Layout = WHOLE,
 ) -> Callable[[], Any]:
     """Enters `nested_context` for the replay batch; made before the forward, entered in it."""
 
@@ -54,7 +59,7 @@ def replay_context(
             slot_mapping=slot_mapping,
             dp_metadata=dp_metadata,
             batch_descriptor=BatchDescriptor(num_tokens=kept.num_padded),
-            is_padding=None if padding is None else kept.padding_mask(),
+            is_padding=None if padding is None else layout.shard(kept.padding_mask(), 1),
         )
 
     return enter
@@ -86,6 +91,10 @@ class ReplayTail:
 
     The model state sets ``batch`` before a forward; the forward consumes it, so a batch never outlives its step.
 
+    Where the states are sharded over ranks (``layout``), ``T`` and ``N`` below are this rank's chunks of the states;
+    positions are whole. Late aux states are collected: every rank has all their rows. The hidden states given to
+    `finish` are the model's to collect, since it collects those of other steps too.
+
     In a PIECEWISE model graph that `breaks_out`, all this happens in one eager break. What follows in the graph has
     a fixed size, so it reads the compact states from fixed tensors as long as the step.
     """
@@ -98,6 +107,7 @@ class ReplayTail:
         aux_layers: Collection[int] = (),
         run_layer: RunLayer = _run_reference_layer,
         write_kv: WriteKV | None = None,
+        layout: Layout = WHOLE,
     ) -> None:
         """
         Args:
@@ -107,12 +117,14 @@ class ReplayTail:
                 from the cut on are this tail's.
             run_layer: how the host calls a layer.
             write_kv: how the host writes the cut layer's KV; default ``layers[cut].write_kv``.
+            layout: how the states that cross the cut lie over the ranks.
         """
         self.layers = list(enumerate(layers))[cut:]
         self.cut = cut
         self.aux_layers = sorted(i for i in aux_layers if i >= cut)
         self.run_layer = run_layer
         self.write_kv: WriteKV = write_kv or self.layers[0][1].write_kv
+        self.layout = layout
         self.batch: ReplayBatch | None = None
         self.break_out_from: int | None = None
         """PIECEWISE model graphs of this many rows or more break out to a replay batch; ``None``: none does."""
@@ -225,7 +237,8 @@ class ReplayTail:
         input_ids: torch.Tensor | None,
     ) -> States:
         if batch is None:
-            return self.run_layers(self.layers, positions, streams, pre_mix, input_ids)
+            streams, pre_mix, aux = self.run_layers(self.layers, positions, streams, pre_mix, input_ids)
+            return streams, pre_mix, self.layout.collect(aux, positions.shape[-1])
         self.write_kv(positions, streams, pre_mix)
         if batch.kept is None:
             return streams[:1], pre_mix[:1], []
@@ -236,15 +249,15 @@ class ReplayTail:
             done = batch.graph(batch, states)
             if done is not None:
                 return done
-        kept_streams, kept_pre, *kept_ids = batch.kept.gather(states)
+        kept_streams, kept_pre, *kept_ids = batch.kept.gather(states, layout=self.layout)
         ids = kept_ids[0] if kept_ids else None
         positions = batch.kept.positions
-        aux: list[torch.Tensor] = []
+        aux = []
         for layers, context in zip(self.stages, (batch.cut_context, batch.late_context)):
             with context():
                 kept_streams, kept_pre, more = self.run_layers(layers, positions, kept_streams, kept_pre, ids)
             aux += more
-        return kept_streams, kept_pre, aux
+        return kept_streams, kept_pre, self.layout.collect(aux, batch.kept.num_padded)
 
     @eager_break_during_capture
     def _break_out(

@@ -99,7 +99,7 @@ def _one_row(query, at):
 
 
 def random_batches(count: int, seed: int = 0) -> list[Batch]:
-    """Random schedules; a third of them with decodes (three drafts each) that the device resized."""
+    """Random schedules; in two thirds of them the device resized the decodes (up to three drafts each)."""
     rng, batches = np.random.default_rng(seed), []
     for number in range(count):
         n = int(rng.integers(1, 8))
@@ -119,7 +119,10 @@ def random_batches(count: int, seed: int = 0) -> list[Batch]:
             align=int(rng.choice([1, 4])),
         )
         device_query = None
-        if number % 3 == 2 and (~prefilling).sum() >= 2:
+        if number % 3 == 1:
+            # Drafts that the device dropped: later rows move up.
+            device_query = np.where(prefilling, query, rng.integers(1, query + 1))
+        elif number % 3 == 2 and (~prefilling).sum() >= 2:
             # Rows change hands between decodes; the sum is the host's.
             device_query = query.copy()
             for _ in range(4):

@@ -39,7 +39,6 @@ TURN_ON: Mapping[str, str] = {
     "pipeline-parallel": "--pipeline-parallel-size 1",
     "decode-context-parallel": "--decode-context-parallel-size 1",
     "prefill-context-parallel": "--prefill-context-parallel-size 1",
-    "sequence-parallel": "without sequence parallelism (enable_flashcomm1, enable_dsa_cp)",
     "microbatching": "without --enable-dbo",
     "dp-coordination": "--data-parallel-size 1",
     "lora": "without --enable-lora",
@@ -53,6 +52,7 @@ TURN_ON: Mapping[str, str] = {
     "mixed-graphs": '--compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\'',
     "unbreakable-graphs": "VLLM_USE_BREAKABLE_CUDAGRAPH=1",
     "eager": "without --enforce-eager",
+    "sharded-states": "without sequence parallelism (enable_flashcomm1) and --prefill-context-parallel-size 1",
     "breakable": "VLLM_USE_BREAKABLE_CUDAGRAPH=1",
     "full-graphs": '--compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\'',
 }
