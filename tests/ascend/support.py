@@ -76,7 +76,7 @@ def is_untouched():
 
     return (
         ascend_models.register_model is _originals["register_model"]
-        and ModelRegistry.models[ARCHITECTURE] is _originals["entry"]
+        and ModelRegistry.models[ARCHITECTURE] == _originals["entry"]
         and Scheduler.__init__ is _originals["scheduler_init"]
     )
 

@@ -1,4 +1,4 @@
-"""The whole engine in processes of its own: entry points, scheduler with prefix caching and async scheduling, worker."""
+"""The whole engine in processes of its own: entry points, scheduler (prefix caching, async scheduling), worker."""
 
 import os
 import pathlib
