@@ -156,6 +156,9 @@ class AscendReplayState(ReplayModelState):
         contexts = [replay_context(kept, m, slots, dp_metadata, self.vllm_config) for m in (cut, late)]
         return ReplayBatch(kept, cut_context=contexts[0], late_context=contexts[1])
 
+    def forget_attention_groups(self) -> None:
+        self._tail_metadata = None
+
     def _replay_requests(self, step: StepInputs, kept: KeptRows) -> ReplayRequests:
         batch, at = step.input_batch, kept.requests
         assert self.replay_buffers is not None
