@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels import cases, reference
 from tests.kernels.cases import STATES
@@ -229,6 +230,50 @@ def test_one_launch_each_and_bounded_grids(device, launches, monkeypatch):
         "_pad_replayed_slots_kernel",
     ]
     assert all(len(grid) == 1 and 1 <= grid[0] <= 11 for _, grid in launches)
+
+
+def test_launchers_run_nothing_but_the_kernel(device, monkeypatch):
+    """No temporaries on the device, no copy to the host and no second kernel: only views of what was given."""
+
+    class Nothing:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: None
+
+    for name in [n for n in vars(kernels) if n.endswith("_kernel")]:
+        monkeypatch.setattr(kernels, name, Nothing())
+    wide, mask = torch.zeros(9, 6, device=device), torch.zeros(9, dtype=torch.bool, device=device)
+    slots = torch.zeros(2, 9, dtype=torch.int64, device=device)
+    table = torch.zeros(3, dtype=torch.int32, device=device)
+    kernels.num_programs(device)  # asks the driver once
+    seen: set[str] = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.add(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        kernels.gather_batch(
+            query_start_loc=table,
+            dropped_before=table,
+            requests=table,
+            positions=slots[0],
+            slot_mappings=slots,
+            rows=slots[0],
+            boundaries=table,
+            kept_positions=slots[1],
+            kept_slot_mappings=slots,
+            num_padded=4,
+        )
+        kernels.gather_states(slots[0], [wide, mask], [wide, mask])
+        kernels.scatter_rows([wide, mask], [wide, mask], query_start_loc=table, dropped_before=table)
+        kernels.pad_replayed_slots(
+            slots, groups=table, query_start_loc=table, positions=slots[0], replay_start=table, window=1
+        )
+    assert seen <= {"aten.select.int", "aten.view.dtype"}
+    with Watch():
+        wide.clone()
+    assert "aten.clone.default" in seen
 
 
 def test_bad_arguments_name_themselves(device):
