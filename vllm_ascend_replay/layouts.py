@@ -170,7 +170,8 @@ def _unpack(packed: torch.Tensor, like: Sequence[torch.Tensor], num_rows: int) -
         out = state.new_empty((num_rows, *state.shape[1:]))
         words = _as_words(out, packed.dtype)
         words[:filled].copy_(packed[:filled, at])
-        words[filled:].zero_()
+        if filled < num_rows:
+            words[filled:].zero_()
         states.append(out)
     return states
 
