@@ -117,10 +117,10 @@ def test_keeps_every_row_inside_a_trimmed_batch(make_small, tokens, settings):
         for _ in range(5):
             stepper.step([(each, 1) for each in (request, *beside)])
         stepper.run(request, *[1] * request.left)
-        return stepper, oracle, request, beside, trimmed
+        return oracle, request, beside, trimmed
 
-    *_, alone, _, _ = run(OFF, 0)
-    stepper, oracle, request, beside, trimmed = run(settings, 2)
+    _, alone, _, _ = run(OFF, 0)
+    oracle, request, beside, trimmed = run(settings, 2)
     assert len(trimmed) < 33 + 2 * 19
     assert request.kept.all()
     assert_close(request.logits, alone.logits)

@@ -106,6 +106,8 @@ class ReplayReferenceForCausalLM(SeededWeights):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config: ReferenceConfig = vllm_config.model_config.hf_config
         config.validate()
+        if not getattr(vllm_config, "use_v2_model_runner", True):
+            raise ValueError("this model runs in Model Runner V2 only; set VLLM_USE_V2_MODEL_RUNNER=1")
         dtype = compute_dtype(config, vllm_config.model_config.dtype)
         super().__init__(name="model", seed=config.weight_seed, dtype=dtype)
         self.config = config
