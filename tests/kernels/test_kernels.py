@@ -270,7 +270,7 @@ def test_launchers_run_nothing_but_the_kernel(device, monkeypatch):
         kernels.pad_replayed_slots(
             slots, groups=table, query_start_loc=table, positions=slots[0], replay_start=table, window=1
         )
-    assert seen <= {"aten.select.int", "aten.view.dtype"}
+    assert seen <= {"aten.select.int", "aten.view.dtype", "aten.detach.default"}, "more than views"
     with Watch():
         wide.clone()
     assert "aten.clone.default" in seen
