@@ -1,4 +1,4 @@
-"""Steps of the reference model whose replay layers run in graphs, on the recording stand-in."""
+"""Steps of the reference model whose replay layers run in graphs: the recording stand-in's, or a GPU's own."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from tests.support import tape_graphs
 from tests.support.stepper import NO_SLOT, Stepper, StepReport
+from tests.support.tape_graphs import graph_stream
 from vllm_ascend_replay.ladder import bucket_for
 from vllm_ascend_replay.reference.config import write_model
 
@@ -38,8 +39,8 @@ class GraphStepper(Stepper):
 
     def capture(self) -> None:
         tables = SimpleNamespace(
-            get_dummy_block_tables=lambda n: tuple(torch.zeros((n, width), dtype=torch.int32) for width in self.widths),
-            get_dummy_slot_mappings=lambda n: torch.full((len(self.widths), n), NO_SLOT, dtype=torch.int64),
+            get_dummy_block_tables=lambda n: tuple(self._zeros(n, width) for width in self.widths),
+            get_dummy_slot_mappings=self._no_slots,
         )
         with torch.inference_mode(), freeze_gc_for_cudagraph_capture():
             self.state.capture_inner_cudagraphs(self.buffers, tables, self.attn_groups, self.kv_cache_config)
@@ -47,9 +48,14 @@ class GraphStepper(Stepper):
     def dummy_inputs(self, num_tokens: int) -> tuple[InputBatch, tuple[torch.Tensor, ...], torch.Tensor]:
         """The batch, block tables and slots that a model graph of ``num_tokens`` rows is captured on."""
         num_reqs = min(num_tokens, self.max_num_reqs)
-        tables = tuple(torch.zeros((num_reqs, width), dtype=torch.int32) for width in self.widths)
-        slots = torch.full((len(self.widths), num_tokens), NO_SLOT, dtype=torch.int64)
-        return InputBatch.make_dummy(num_reqs, num_tokens, self.buffers), tables, slots
+        tables = tuple(self._zeros(num_reqs, width) for width in self.widths)
+        return InputBatch.make_dummy(num_reqs, num_tokens, self.buffers), tables, self._no_slots(num_tokens)
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def _no_slots(self, num_tokens: int) -> torch.Tensor:
+        return self._zeros(len(self.widths), num_tokens, dtype=torch.int64).fill_(NO_SLOT)
 
 
 class PiecewiseStepper(GraphStepper):
@@ -60,10 +66,10 @@ class PiecewiseStepper(GraphStepper):
     def capture(self) -> None:
         model, state, config = self.model, self.state, self.vllm_config
         limit = max(self.sizes)
-        self.ids, self.positions = torch.zeros(limit, dtype=torch.int32), torch.zeros(limit, dtype=torch.int64)
+        self.ids, self.positions = self._zeros(limit), self._zeros(limit, dtype=torch.int64)
         self.wrapper = BreakableCUDAGraphWrapper(model, config)
         self.mode = CUDAGraphMode.NONE
-        with torch.inference_mode(), freeze_gc_for_cudagraph_capture():
+        with torch.inference_mode(), freeze_gc_for_cudagraph_capture(), graph_stream():
             for size in sorted(self.sizes, reverse=True):
                 batch, tables, slots = self.dummy_inputs(size)
                 inputs = self._fixed(size, **state.prepare_dummy_inputs(batch.num_reqs, size))
@@ -148,11 +154,12 @@ def make_graph_stepper(log, tmp_path):
             environ["ASCEND_REPLAY_GRAPH_SIZES"] = sizes
         # Not enforce_eager, as the engine of a device has it.
         mode = "NONE" if stepper_cls is GraphStepper else "PIECEWISE"
+        compilation = {"mode": 0, "cudagraph_mode": mode, **options.pop("compilation", {})}
         stepper = stepper_cls(
             directory,
             settings=environ,
-            enforce_eager=False,
-            compilation_config={"mode": 0, "cudagraph_mode": mode},
+            enforce_eager=options.pop("enforce_eager", False),
+            compilation_config=compilation,
             **options,
         )
         if capture:
@@ -164,5 +171,5 @@ def make_graph_stepper(log, tmp_path):
 
 @pytest.fixture
 def tokens():
-    rng = np.random.default_rng(5)
-    return lambda count: rng.integers(0, 97, count).tolist()
+    """``tokens(count, seed)``: token ids, the same for the same arguments."""
+    return lambda count, seed=0: np.random.default_rng([seed, count]).integers(0, 97, count).tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.graphs.conftest import PiecewiseStepper
-from tests.graphs.test_graphs import LAYERS, pairs
+from tests.graphs.test_graphs import LAYERS, SAME, pairs
 from vllm_ascend_replay.config import SettingError
 
 CUT, NUM_LAYERS = 5, 9
@@ -44,7 +44,7 @@ def test_final_breaks_out_at_every_size(make_graph_stepper, tokens, log, inner, 
     assert set(breaks(stepper).values()) == {CUT + LOOKUPS + 1}
     captured = log.count("begin")
     for left, right in zip(run_all(stepper, tokens), run_all(eager, tokens)):
-        assert pairs(left, right) == 0
+        assert pairs(left, right) < SAME
         trimmed = left.ran & ~left.kept
         assert not left.hidden[trimmed].any()
         assert not any(left.aux[layer][trimmed].any() for layer in aux if layer >= CUT)
@@ -53,23 +53,23 @@ def test_final_breaks_out_at_every_size(make_graph_stepper, tokens, log, inner, 
 
 
 def test_chunk_breaks_out_from_the_threshold_on(make_graph_stepper, tokens):
-    config = {"mode": 0, "cudagraph_mode": "PIECEWISE", "decoder_replay_trim_threshold": 24}
+    config = {"decoder_replay_trim_threshold": 24}
     settings = {"ASCEND_REPLAY_POLICY": "chunk"}
-    stepper = make_graph_stepper(settings=settings, stepper_cls=PiecewiseStepper, compilation_config=config)
+    stepper = make_graph_stepper(settings=settings, stepper_cls=PiecewiseStepper, compilation=config)
     # At the threshold exactly one break more than the layers before the cut have; below it every layer has its own.
     whole = NUM_LAYERS + LOOKUPS
     assert breaks(stepper) == {96: whole - LAYERS + 1, 48: whole - LAYERS + 1, 24: whole - LAYERS + 1, 8: whole}
     settings = {**settings, "ASCEND_REPLAY_GRAPHS": "0"}
     eager = make_graph_stepper(settings=settings, capture=False)
     for left, right in zip(run_all(stepper, tokens), run_all(eager, tokens)):
-        assert pairs(left, right) == 0
+        assert pairs(left, right) < SAME
 
 
 @pytest.mark.parametrize("threshold", [0, 7, 8])
 def test_a_threshold_not_above_the_window_is_refused(make_graph_stepper, threshold):
-    config = {"mode": 0, "cudagraph_mode": "PIECEWISE", "decoder_replay_trim_threshold": threshold}
+    config = {"decoder_replay_trim_threshold": threshold}
     with pytest.raises(SettingError, match=f"trim_threshold is {threshold}; allowed: more than the model's window, 8"):
-        make_graph_stepper(settings={"ASCEND_REPLAY_POLICY": "chunk"}, capture=False, compilation_config=config)
+        make_graph_stepper(settings={"ASCEND_REPLAY_POLICY": "chunk"}, capture=False, compilation=config)
 
 
 def test_capture_and_run_time_must_agree(make_graph_stepper, tokens):
