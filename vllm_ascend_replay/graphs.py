@@ -23,6 +23,7 @@ from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture, Brea
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor, get_forward_context, set_forward_context
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -224,6 +225,11 @@ class ReplayGraphs:
 
             return forward
 
+        if self.tail.has_early_aux and self.tail.break_out_from is not None:
+            # A model graph holds these states across its break. In its own pool the buckets would overwrite them.
+            pool = current_platform.graph_pool_handle()
+            for stage in self._stages:
+                stage.graph_pool = pool
         with self.host.capturing():
             self._manager.capture(create_forward, "Capturing decoder replay graphs")
         self.captures += 1

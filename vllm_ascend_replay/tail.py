@@ -122,6 +122,8 @@ class ReplayTail:
         self.layers = list(enumerate(layers))[cut:]
         self.cut = cut
         self.aux_layers = sorted(i for i in aux_layers if i >= cut)
+        self.has_early_aux = any(i < cut for i in aux_layers)
+        """Whether aux states of layers before the cut stay alive while the replay layers run."""
         self.run_layer = run_layer
         self.write_kv: WriteKV = write_kv or self.layers[0][1].write_kv
         self.layout = layout
@@ -180,7 +182,8 @@ class ReplayTail:
         """Put the final hidden states and aux states back into the step's rows.
 
         Args:
-            hidden: ``[N, H]``, what the model's collapse and norm made of the states that the tail returned.
+            hidden: ``[N, H]``, what the model's collapse and norm made of the states that the tail returned. Padding
+                may follow, such as that of the ranks' chunks.
             early_aux: aux states ``[T, H]`` of layers before the cut.
             num_tokens: ``T``.
 
@@ -190,7 +193,7 @@ class ReplayTail:
         ran, self._ran = self._ran, None
         late_aux, self._aux = self._aux, []
         if ran is None:
-            return hidden, [*early_aux, *late_aux]
+            return hidden[:num_tokens], [*early_aux, *late_aux]
         if isinstance(ran, BreakOutputs):
             # Inside the model's graph, so nothing here may depend on a number of the step.
             target = torch.where(ran.rows < 0, num_tokens, ran.rows)

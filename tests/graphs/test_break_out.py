@@ -42,6 +42,8 @@ def test_final_breaks_out_at_every_size(make_graph_stepper, tokens, log, inner, 
     stepper = make_graph_stepper(settings=settings, stepper_cls=PiecewiseStepper, model=model)
     eager = make_graph_stepper(settings={"ASCEND_REPLAY_GRAPHS": "0"}, capture=False, model=model)
     assert set(breaks(stepper).values()) == {CUT + LOOKUPS + 1}
+    # An aux state from before the cut is alive while the buckets run, so they must not share its pool.
+    assert len(log.pools) == (2 if inner and aux[0] < CUT else 1)
     captured = log.count("begin")
     for left, right in zip(run_all(stepper, tokens), run_all(eager, tokens)):
         assert pairs(left, right) < SAME

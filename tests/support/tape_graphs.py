@@ -148,6 +148,7 @@ def install(monkeypatch: Any) -> Log:
     monkeypatch.setattr(breakable.BreakableCUDAGraphCapture, "_tls", threading.local())
     if on_gpu:
         return log
+    monkeypatch.setattr(type(current_platform), "graph_pool_handle", lambda _: (0, 78), raising=False)
     monkeypatch.setattr(breakable, "weak_ref_tensor", lambda tensor: tensor)
     monkeypatch.setattr(breakable, "weak_ref_tensors", lambda tensors: tensors)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)

@@ -175,6 +175,7 @@ class ReplayReferenceForCausalLM(SeededWeights):
         """Hand out the streams entering ``layers`` (mean over the hyper-connections) with the hidden states."""
         self.aux_layers = tuple(sorted(layers))
         self.tail.aux_layers = [layer for layer in self.aux_layers if layer >= self.cut]
+        self.tail.has_early_aux = any(layer < self.cut for layer in self.aux_layers)
 
     def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
         """The layers that the configuration names."""
