@@ -6,6 +6,7 @@ import dataclasses
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -274,6 +275,38 @@ def test_launchers_run_nothing_but_the_kernel(device, monkeypatch):
     with Watch():
         wide.clone()
     assert "aten.clone.default" in seen
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts stores in the interpreter")
+@pytest.mark.usefixtures("cut")
+def test_every_element_is_written_once(device, monkeypatch):
+    """Not zeroed first and filled later: that would cost the bytes twice."""
+    from triton.runtime import interpreter
+
+    written: list[int] = []
+    builder = interpreter.InterpreterBuilder
+    store = builder.create_masked_store
+
+    def watch(self, ptrs, value, mask, *args):
+        written.extend(np.asarray(ptrs.data)[np.asarray(mask.data)].tolist())
+        return store(self, ptrs, value, mask, *args)
+
+    monkeypatch.setattr(builder, "create_masked_store", watch)
+    step = random_step(3, 7, 33, padding=2)
+    states = STATES[1:3]
+    width = 4 + 1
+
+    cases.check_scatter_rows(step, device=device, states=states)
+    assert len(written) == len(set(written)) == step.num_tokens * width
+
+    written.clear()
+    cases.check_gather_states([*step.rows, -1, -1], step.num_tokens, device=device, states=states)
+    assert len(written) == len(set(written)) == (step.num_kept + 2) * width
+
+    written.clear()
+    cases.check_gather_batch(step, device=device, num_groups=3, padding=9)
+    per_request = 2 * len(step.requests) + 1
+    assert len(written) == len(set(written)) == per_request + (step.num_kept + 9) * (1 + 1 + 3)
 
 
 def test_bad_arguments_name_themselves(device):
