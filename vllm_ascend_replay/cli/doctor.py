@@ -50,6 +50,7 @@ TURN_ON: Mapping[str, str] = {
     "recompute-scheduler": "without recompute_scheduler_enable in --additional-config",
     "prefix-cache": "--no-enable-prefix-caching",
     "mixed-graphs": '--compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\'',
+    "sharded-model-graphs": '--compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\'',
     "unbreakable-graphs": "VLLM_USE_BREAKABLE_CUDAGRAPH=1",
     "eager": "without --enforce-eager",
     "sharded-states": "without sequence parallelism (enable_flashcomm1) and --prefill-context-parallel-size 1",
@@ -395,8 +396,16 @@ def _directory(model: str) -> str:
 
 
 def _alignment(host: str | None, config: Any, notes: list[str]) -> int:
+    """Multiples at which a window can begin; on A2/A3 that is a KV block."""
     if host != "ascend":
         return 1
+    try:
+        from vllm_ascend.utils import AscendDeviceType, get_ascend_device_type
+
+        if get_ascend_device_type() == AscendDeviceType.A5:
+            return 1
+    except Exception as error:  # without a device, or where the name moved
+        notes.append(f"the kind of NPU is unknown ({type(error).__name__}), so A2/A3 is assumed")
     notes.append("on A2/A3 a prompt keeps up to one KV block of rows more, since windows begin at a block")
     return int(config.cache_config.block_size or 1)
 
