@@ -61,6 +61,10 @@ class ReferenceModelState(ReplayModelState, DefaultModelState):
         # (window replayed after a hit, indices of the cacheable groups), from the KV cache configuration.
         self._encoder: tuple[int, torch.Tensor] | None = None
         self._replay_groups: tuple[Any, Any] | None = None
+        self._compressed_prefixes = [
+            prefix for prefix in model.replay_metadata_prefixes if prefix not in model.swa_prefixes
+        ]
+        self._no_slots = torch.full((self.max_num_tokens,), kernels.PAD_SLOT, dtype=torch.int64, device=device)
         self._turn_replay_on(model)
 
     def _turn_replay_on(self, model: Any) -> None:
@@ -109,10 +113,7 @@ class ReferenceModelState(ReplayModelState, DefaultModelState):
     def is_dummy_batch(self, input_batch: Any) -> bool:
         # Rows that are no prefill and have no context belong to nobody; a real decode has a context.
         n = input_batch.num_reqs
-        if input_batch.is_prefilling_np[:n].any():
-            return False
-        query = np.diff(input_batch.query_start_loc_np[: n + 1])
-        return bool((input_batch.seq_lens_cpu_upper_bound[:n].numpy() == query).all())
+        return not (input_batch.is_prefilling_np[:n].any() or input_batch.num_computed_tokens_np[:n].any())
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -230,6 +231,10 @@ class ReferenceModelState(ReplayModelState, DefaultModelState):
         # The cut layer wrote every row's window KV, so its window starts where the encoder side's does.
         metadata = build(others_groups, kept.kv_start)
         metadata.update(build(cut_groups, kept.replay_start))
+        # Compressed KV and index keys of every row are written by then; a second write may round otherwise, and they
+        # go to the prefix cache.
+        for prefix in self._compressed_prefixes:
+            metadata[prefix].slot_mapping = self._no_slots[: kept.num_padded]
         slots = build_slot_mappings_by_layer(kept.slot_mappings, step.kv_cache_config)
         context = replay_context(kept, metadata, slots, dp_metadata)
         return ReplayBatch(kept, cut_context=context, late_context=context)
