@@ -6,7 +6,7 @@ export VLLM_NO_USAGE_STATS = 1
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-cpu lint clean
+.PHONY: help setup demo test test-all test-cpu test-core test-engines lint clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -30,13 +30,25 @@ lint: $(CPU)/.ready  ## ruff and mypy.
 	$(CPU)/bin/ruff format --check .
 	$(CPU)/bin/mypy
 
-test-cpu: $(CPU)/.ready  ## Tests on vLLM's CPU engine.
-	$(CPU)/bin/python -m pytest -q -m "not slow and not gpu and not npu" --ignore=tests/ascend --ignore=tests/npu_emulator
+# Tests that start engines and servers, and those that do not: two processes for two cores.
+ENGINE_TESTS := tests/engine tests/cli $(wildcard tests/test_*.py)
+OTHER_HOSTS := tests/ascend tests/npu_emulator tests/npu tests/gpu
+PYTEST_CPU = $(CPU)/bin/python -m pytest -q -p no:cacheprovider -m "not slow and not gpu and not npu"
 
-test: lint test-cpu $(TEST_TARGETS)  ## All tests of this machine; does all the set-up.
+test-engines: $(CPU)/.ready  ## Tests that start vLLM's CPU engine, servers and commands.
+	$(PYTEST_CPU) $(ENGINE_TESTS)
+
+test-core: $(CPU)/.ready  ## Tests of the core, the kernels, the reference model and its invariants.
+	$(PYTEST_CPU) tests $(addprefix --ignore=,$(ENGINE_TESTS) $(OTHER_HOSTS))
+
+test-cpu: $(CPU)/.ready  ## Both.
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-core test-engines
+
+test: lint  ## All tests of this machine; does all the set-up.
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-core test-engines $(TEST_TARGETS)
 
 test-all: test  ## And the long property profiles.
-	REPLAY_HYPOTHESIS_PROFILE=long $(CPU)/bin/python -m pytest -q -m "slow" --ignore=tests/ascend --ignore=tests/npu_emulator
+	REPLAY_HYPOTHESIS_PROFILE=long $(CPU)/bin/python -m pytest -q -p no:cacheprovider -m slow tests $(addprefix --ignore=,$(OTHER_HOSTS))
 
 clean:  ## Remove the environments.
 	rm -rf .venv build dist *.egg-info
