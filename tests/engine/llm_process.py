@@ -1,6 +1,6 @@
-"""vLLM's ``LLM`` in a process of its own: a job as JSON on standard input, the outputs as one JSON line at the end.
+"""vLLM's ``LLM`` in a process of its own: a job as JSON on standard input, the outputs as one JSON line.
 
-The job: ``{"model", "engine": {LLM argument: value}, "stats": bool, "runs": [{"prompts": [[token]], "sampling": {}}]}``.
+Job: ``{"model", "engine": {LLM argument: value}, "stats": bool, "runs": [{"prompts": [[token]], "sampling": {}}]}``.
 """
 
 import json
