@@ -30,6 +30,7 @@ from vllm_ascend_replay.agreement import Agreement, agree, alone
 from vllm_ascend_replay.batch import KeptRows, ReplayBatch, ReplayBuffers
 from vllm_ascend_replay.config import ReplaySettings, SettingError
 from vllm_ascend_replay.graphs import GraphHost, ReplayGraphs, choose_sizes, free_bytes
+from vllm_ascend_replay.layouts import WHOLE
 from vllm_ascend_replay.plan import (
     ReplayPlan,
     bounded_prefills,
@@ -154,6 +155,8 @@ class ReplayModelState:
         reason = graphs_off_reason(self.vllm_config, model)
         if reason is None and not sizes:
             reason = "the device's streams hold none of them"
+        if reason is None and tail.layout is not WHOLE:
+            reason = "the states that cross the cut are spread over ranks, and graphs gather whole rows"
         if reason is not None:
             # Asked for on purpose: no graph at all. Anything else is worth a warning.
             say = logger.info if self.vllm_config.model_config.enforce_eager else logger.warning

@@ -147,7 +147,8 @@ def make_graph_stepper(log, tmp_path):
         stepper_cls: type[GraphStepper] = GraphStepper,
         **options: Any,
     ) -> Any:
-        overrides = {"compute_dtype": "float64", **options.pop("model", {})}
+        # Few Sinkhorn steps: they are most of the operators, and all alike.
+        overrides = {"compute_dtype": "float64", "hc_sinkhorn_iters": 2, **options.pop("model", {})}
         directory = write_model(tmp_path / f"m{len(list(tmp_path.iterdir()))}", **overrides)
         environ = {"ASCEND_REPLAY": "1", **(settings or {})}
         if sizes is not None:

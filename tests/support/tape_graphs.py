@@ -129,8 +129,10 @@ def install(monkeypatch: Any) -> Log:
         # stays; a server has the model's.
         log.pool = torch.cuda.graph_pool_handle()
         one, log.keeps_pool = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(log.keeps_pool, pool=log.pool):
+        with graph_stream():
+            log.keeps_pool.capture_begin(pool=log.pool)
             one.add_(1)
+            log.keeps_pool.capture_end()
 
     @contextlib.contextmanager
     def graph_capture(device: Any) -> Iterator[Any]:
