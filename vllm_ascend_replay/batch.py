@@ -124,6 +124,8 @@ class ReplayBuffers:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        # Rows of slots begin on lines of their own: on Ascend, programs must not share 32 bytes that they write.
+        max_num_tokens += -max_num_tokens % 4
         self.rows = zeros(max_num_tokens, dtype=torch.int64)
         self.boundaries = zeros(max_num_reqs + 1)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)

@@ -870,6 +870,20 @@ def warm_up(
             replay_start=zeros(1),
             window=1,
         )
+    warm_up_states(states=states, outputs=outputs)
+
+
+def warm_up_states(*, states: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    """Compile the gather of ``states`` and the scatter of ``outputs``; the part of `warm_up` that a forward knows.
+
+    Args:
+        states: tensors ``[>= 0, ...]`` with the types and row shapes of what `gather_states` will get, in its order.
+        outputs: the same for `scatter_rows`.
+    """
+    device = states[0].device
+
+    def zeros(count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=device)
 
     def one_row(tensors: Sequence[torch.Tensor], offset: int) -> list[torch.Tensor]:
         """Rows like those of the tensors, ``offset`` elements off their alignment."""
@@ -881,7 +895,7 @@ def warm_up(
 
     # Tensors off a 16-byte boundary take code of their own on a GPU.
     for offset in (0, 1) if device.type == "cuda" else (0,):
-        gather_states(rows[:1], one_row(states, offset), one_row(states, offset))
+        gather_states(zeros(1).long(), one_row(states, offset), one_row(states, offset))
         scatter_rows(
             one_row(outputs, offset),
             one_row(outputs, offset),

@@ -18,6 +18,7 @@ from vllm.forward_context import (
     override_forward_context,
 )
 
+from vllm_ascend_replay import kernels
 from vllm_ascend_replay.batch import KeptRows, ReplayBatch, States
 from vllm_ascend_replay.layouts import WHOLE, Layout
 
@@ -133,6 +134,8 @@ class ReplayTail:
         self.moe_layers_before = 0
         """MoE layers that ran before the cut, as the forward context counts them."""
         self._ran: ReplayBatch | BreakOutputs | None = None
+        # The states of the first forward, a start-up dummy, until `finish` has compiled the seam's kernels for them.
+        self._first_states: list[torch.Tensor] | None = []
         self._aux: list[torch.Tensor] = []
         self._outputs: BreakOutputs | None = None
 
@@ -173,6 +176,8 @@ class ReplayTail:
             return outputs.values[0], outputs.values[1]
         batch, self.batch = self.batch, None
         self._ran = batch
+        if self._first_states is not None:
+            self._first_states = [streams, pre_mix] if input_ids is None else [streams, pre_mix, input_ids]
         streams, pre_mix, self._aux = self._run_batch(batch, positions, streams, pre_mix, input_ids)
         return streams, pre_mix
 
@@ -192,6 +197,9 @@ class ReplayTail:
         """
         ran, self._ran = self._ran, None
         late_aux, self._aux = self._aux, []
+        if self._first_states:
+            states, self._first_states = self._first_states, None
+            kernels.warm_up_states(states=states, outputs=[hidden, *late_aux])
         if ran is None:
             return hidden[:num_tokens], [*early_aux, *late_aux]
         if isinstance(ran, BreakOutputs):

@@ -191,3 +191,20 @@ def test_padding_rows_are_marked_and_zero():
     assert not out[8:].any()
     hidden, _ = tail.finish(torch.ones(11, H), [], T)
     assert int(hidden.sum()) == 8 * H
+
+
+def test_the_first_forward_compiles_the_seam(monkeypatch):
+    """What crosses the cut is known in the first forward, a start-up dummy; nothing is left to compile later."""
+    from vllm_ascend_replay import kernels
+
+    calls = []
+    monkeypatch.setattr(kernels, "warm_up_states", lambda **given: calls.append(given))
+    tail, _ = make(aux=(3, 4))
+    positions, streams, pre, ids = states()
+    for _ in range(2):
+        with running():
+            out, _ = tail(positions, streams, pre, ids)
+            tail.finish(out[:, 0], [], T)
+    (given,) = calls
+    assert [(s.dtype, s.shape[1:]) for s in given["states"]] == [(s.dtype, s.shape[1:]) for s in (streams, pre, ids)]
+    assert [o.shape for o in given["outputs"]] == [(T, H)] * 3
