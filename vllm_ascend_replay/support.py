@@ -89,6 +89,11 @@ def _engram_after_cut(s: Situation) -> list[int]:
     return [i for i in s.plan.engram_layers if i >= s.plan.cut]
 
 
+def _sharded(s: Situation) -> bool:
+    """Whether ranks hold shares of a step's rows."""
+    return bool(getattr(s.model, "shards_tokens", False) or _parallel("prefill_context_parallel_size")(s))
+
+
 def _skips_dp_coordination(_: Situation) -> bool:
     try:
         from vllm.v1.worker.dp_utils import should_skip_dp_coordination
@@ -195,6 +200,12 @@ GATES: tuple[Gate, ...] = (
         "VLLM_USE_BREAKABLE_CUDAGRAPH=1, or use FULL_DECODE_ONLY or NONE",
         lambda s: _mixed_mode(s) == "PIECEWISE" and not breakable_graphs_enabled() and _mode_name(s),
     ),
+    Gate(
+        "sharded-model-graphs",
+        "cudagraph_mode {found} runs prefills in model graphs, but sequence- and context-parallel states are exchanged "
+        "outside graphs; use FULL_DECODE_ONLY or NONE",
+        lambda s: _sharded(s) and _mixed_mode(s) != "NONE" and _mode_name(s),
+    ),
 )
 """Checked in this order."""
 
@@ -207,7 +218,7 @@ GRAPH_GATES: tuple[Gate, ...] = (
     Gate(
         "sharded-states",
         "sequence or context parallelism shards the states that cross the cut, and they are exchanged outside graphs",
-        lambda s: getattr(s.model, "shards_tokens", False) or _parallel("prefill_context_parallel_size")(s),
+        lambda s: _sharded(s),
     ),
     Gate(
         "device-graphs",

@@ -94,12 +94,17 @@ CASES = {
         MODEL,
         "cudagraph_mode FULL_AND_PIECEWISE",
     ),
+    "sharded-model-graphs": (
+        config(enforce_eager=False, cudagraph_mode=CUDAGraphMode.PIECEWISE),
+        SimpleNamespace(shards_tokens=True),
+        "states are exchanged outside graphs",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_gate_names_its_reason(name, monkeypatch):
-    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1" if name == "sharded-model-graphs" else "0")
     vllm_config, model, words = CASES[name]
     reason = unsupported_reason(vllm_config, model)
     assert reason is not None

@@ -8,10 +8,12 @@ import torch
 from torch.nn import functional
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 
+from vllm_ascend_replay.layouts import share_of
 from vllm_ascend_replay.reference.cache import CompressedCache, RingCache, WindowCache
 from vllm_ascend_replay.reference.config import ReferenceConfig
 from vllm_ascend_replay.reference.metadata import NO_SLOT, ReferenceMetadata, layer_metadata
 from vllm_ascend_replay.reference.selection import Selection, best_blocks, best_entries, mask_blocks, row_slices
+from vllm_ascend_replay.reference.sharding import Sharding
 from vllm_ascend_replay.reference.weights import SeededWeights, accumulation_dtype, rms_norm
 
 
@@ -192,6 +194,7 @@ class LatentAttention(SeededWeights):
         selection: Selection,
         prefix: str,
         dtype: torch.dtype,
+        sharding: Sharding,
     ) -> None:
         """
         Args:
@@ -201,6 +204,7 @@ class LatentAttention(SeededWeights):
             selection: shared by all layers.
             prefix: of the layer; the caches' prefixes begin with it.
             dtype: of weights and caches.
+            sharding: this rank's heads or rows.
         """
         super().__init__(name=f"{layer}.attention", seed=config.weight_seed, dtype=dtype)
         acc = accumulation_dtype(dtype)
@@ -226,6 +230,9 @@ class LatentAttention(SeededWeights):
         self._source: tuple[Compressor, ...] = () if source is None else (sources[source],)
         self.indexer = Indexer(config, layer, dtype=dtype) if layer in config.index_source_layer_ids else None
         self.selection = selection
+        self.sharding = sharding
+        self.my_heads, self.my_groups = sharding.part(heads), sharding.part(config.o_groups)
+        self.heads = self.my_heads.stop - self.my_heads.start
 
     @property
     def metadata_prefixes(self) -> list[str]:
@@ -249,15 +256,38 @@ class LatentAttention(SeededWeights):
             x: ``[T, H]``, the normed input; positions: int64 ``[T]``.
 
         Returns:
-            ``[T, H]``.
+            ``[T, H]``; from this rank's heads only where the rows are sharded. With sharded queries this rank's chunk
+            of the rows, ``[ceil(T / size), H]``.
         """
         rotary = Rotary(positions, *self.rope)
-        low_rank_q = rms_norm(functional.linear(x, self.wq_a), self.q_norm, self.eps)
-        query = rotary(functional.linear(low_rank_q, self.wq_b).unflatten(1, (self.heads, self.dim)))
+        kv, at = self._window_kv(x, rotary), self._query_rows(x.shape[0])
+        if at != slice(0, x.shape[0]):
+            rotary = Rotary(positions[at], *self.rope)
+        low_rank_q = rms_norm(functional.linear(x[at], self.wq_a), self.q_norm, self.eps)
+        heads = slice(self.my_heads.start * self.dim, self.my_heads.stop * self.dim)
+        query = rotary(functional.linear(low_rank_q, self.wq_b[heads]).unflatten(1, (self.heads, self.dim)))
         attended = torch.empty_like(query)
-        self._cached_attention(x, low_rank_q, query, self._window_kv(x, rotary), positions, attended)
-        grouped = rotary(attended, inverse=True).flatten(1).unflatten(1, (self.wo_a.shape[0], self.wo_a.shape[2]))
-        return functional.linear(torch.einsum("tgd,grd->tgr", grouped, self.wo_a).flatten(1), self.wo_b)
+        self._cached_attention(x, low_rank_q, query, kv, positions, attended)
+        wo_a, rank = self.wo_a[self.my_groups], self.wo_a.shape[1]
+        grouped = rotary(attended, inverse=True).flatten(1).unflatten(1, (wo_a.shape[0], wo_a.shape[2]))
+        wo_b = self.wo_b[:, self.my_groups.start * rank : self.my_groups.stop * rank]
+        out = functional.linear(torch.einsum("tgd,grd->tgr", grouped, wo_a).flatten(1), wo_b)
+        return self._padded_chunk(out, x.shape[0])
+
+    def _query_rows(self, num_rows: int) -> slice:
+        """The rows whose queries this rank attends with."""
+        if not self.sharding.queries:
+            return slice(0, num_rows)
+        share = share_of(num_rows, self.sharding.layout.size)
+        begin = min(self.sharding.rank * share, num_rows)
+        return slice(begin, min(begin + share, num_rows))
+
+    def _padded_chunk(self, out: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """``out`` of this rank's query rows, with zero rows up to the length of a chunk."""
+        if not self.sharding.queries:
+            return out
+        share = share_of(num_rows, self.sharding.layout.size)
+        return functional.pad(out, (0, 0, 0, share - out.shape[0]))
 
     @eager_break_during_capture
     def _cached_attention(
@@ -272,22 +302,32 @@ class LatentAttention(SeededWeights):
         """All that reads the step's metadata or the caches: an eager break in PIECEWISE graphs.
 
         Args:
-            x: ``[T, H]``; low_rank_q: ``[T, q_lora]``; query: ``[T, heads, dim]``; kv: ``[T, dim]``; positions: int64
-                ``[T]``.
-            out: ``[T, heads, dim]``, filled.
+            x: ``[T, H]``; kv: ``[T, dim]``; positions: int64 ``[T]``.
+            low_rank_q: ``[n, q_lora]``; query: ``[n, heads, dim]``, of this rank's `_query_rows`: all, unless they are
+                sharded.
+            out: ``[n, heads, dim]``, filled.
         """
         metadata = layer_metadata(self.swa_cache.prefix)
         if metadata is None:
             out.zero_()
             return
         self._write(x, kv, positions, metadata)
+        at = self._query_rows(x.shape[0])
+        if at.start == at.stop:
+            return
+        x, positions = x[at], positions[at]
+        metadata = self._of_queries(metadata, at)
         if self.indexer is not None:
             source = self._source[0]
             key_metadata = layer_metadata(source.keys.prefix)
             assert key_metadata is not None
+            key_metadata = self._of_queries(key_metadata, at)
             rotary = Rotary(positions, *self.rope)
             self.indexer.choose(x, low_rank_q, positions, rotary, source, key_metadata, self.selection)
         self._attend(query, positions, metadata, out)
+
+    def _of_queries(self, metadata: ReferenceMetadata, at: slice) -> ReferenceMetadata:
+        return metadata.chunk(at.start, at.stop - at.start) if self.sharding.queries else metadata
 
     def _window_kv(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         return rotary(rms_norm(functional.linear(x, self.wkv), self.kv_norm, self.eps))
@@ -325,6 +365,6 @@ class LatentAttention(SeededWeights):
             kv = kv.masked_fill(~valid.unsqueeze(-1), 0)
             scores = torch.einsum("thd,tkd->thk", query[part], kv).to(acc) * self.dim**-0.5
             scores = scores.masked_fill(~valid.unsqueeze(1), -math.inf)
-            sink = self.sink.view(1, -1, 1).expand(scores.shape[0], -1, 1)
+            sink = self.sink[self.my_heads].view(1, -1, 1).expand(scores.shape[0], -1, 1)
             weights = torch.softmax(torch.cat((scores, sink), -1), -1)[..., :-1].to(kv.dtype)
             out[part] = torch.einsum("thk,tkd->thd", weights, kv)

@@ -98,6 +98,8 @@ class ReferenceConfig(PretrainedConfig):
         weight_seed: int = 0,
         compute_dtype: str = "auto",
         dp_moe_collective: bool | None = None,
+        sequence_parallel: bool = False,
+        dsa_context_parallel: bool = False,
         **kwargs: Any,
     ) -> None:
         """
@@ -124,6 +126,10 @@ class ReferenceConfig(PretrainedConfig):
                 for exact comparisons and holds inside the engine too.
             dp_moe_collective: whether every MoE layer exchanges rows over the data-parallel group as a real one
                 would; ``None``: yes when there is a group.
+            sequence_parallel: whether tensor-parallel ranks hold a chunk of the rows each between attention layers,
+                gather them before attention and reduce-scatter after; otherwise each computes everything.
+            dsa_context_parallel: under ``sequence_parallel``, whether a rank's queries are those of its chunk; every
+                rank writes the KV of all rows.
 
         Raises:
             ValueError: a value or a combination that describes no such model; the message names it.
@@ -171,6 +177,8 @@ class ReferenceConfig(PretrainedConfig):
         self.weight_seed = weight_seed
         self.compute_dtype = compute_dtype
         self.dp_moe_collective = dp_moe_collective
+        self.sequence_parallel = sequence_parallel
+        self.dsa_context_parallel = dsa_context_parallel
         self.validate()
 
     @property
@@ -235,7 +243,14 @@ class ReferenceConfig(PretrainedConfig):
         )
         need(all(i < kv[-1] for i in self.engram_layer_ids), f"Engram layers must come before the cut {kv[-1]}")
         need(self.engram_max_ngram >= 2, "engram_max_ngram must be at least 2")
+        need(
+            self.sequence_parallel or not self.dsa_context_parallel,
+            "dsa_context_parallel needs sequence_parallel: the output stays in the rows' chunks",
+        )
         heads = self.num_attention_heads
+        need(
+            heads % self.o_groups == 0 or not self.sequence_parallel, "o_groups must divide the heads to share them out"
+        )
         need((heads * self.head_dim) % self.o_groups == 0, f"o_groups {self.o_groups} does not divide the heads' width")
         rope = self.qk_rope_head_dim
         need(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -123,6 +123,7 @@ class ReferenceMetadata:
     in_graph: bool = False
     """Whether a FULL graph is captured with it: what is derived from it must be computed inside that graph."""
     _rows: Rows | None = None
+    _chunk: ReferenceMetadata | None = None
 
     def rows(self, num_rows: int) -> Rows:
         """Where each of ``num_rows`` rows (padding included) belongs; computed once for all layers of the group."""
@@ -131,6 +132,21 @@ class ReferenceMetadata:
         if self._rows is None or self._rows.request.shape[0] != num_rows:
             self._rows = Rows.from_boundaries(self.query_start_loc, num_rows)
         return self._rows
+
+    def chunk(self, first: int, num_rows: int) -> ReferenceMetadata:
+        """The same requests with the rows ``[first, first + num_rows)`` only: those of a rank's queries.
+
+        It follows the device boundaries; what it knows of lengths stays as a bound. Always the same for one batch.
+        """
+        if self._chunk is None:
+            boundaries = (self.query_start_loc - first).clamp(0, num_rows)
+            self._chunk = replace(
+                self,
+                query_start_loc=boundaries,
+                slot_mapping=self.slot_mapping[first : first + num_rows],
+                _rows=None,
+            )
+        return self._chunk
 
     def tiles(self, num_rows: int) -> Tiles:
         """The rows in tiles as large as the longest query fills."""

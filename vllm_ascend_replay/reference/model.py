@@ -18,6 +18,7 @@ from vllm_ascend_replay.reference.hyper_connection import HyperConnection, colla
 from vllm_ascend_replay.reference.metadata import layer_metadata
 from vllm_ascend_replay.reference.moe import MoE
 from vllm_ascend_replay.reference.selection import Selection
+from vllm_ascend_replay.reference.sharding import Sharding
 from vllm_ascend_replay.reference.weights import SeededWeights, accumulation_dtype, named_weights, rms_norm
 from vllm_ascend_replay.tail import ReplayTail
 
@@ -40,6 +41,7 @@ class ReferenceLayer(SeededWeights):
         prefix: str,
         dtype: torch.dtype,
         exchange: bool,
+        sharding: Sharding,
     ) -> None:
         super().__init__(name=f"{layer}", seed=config.weight_seed, dtype=accumulation_dtype(dtype))
         self.eps = config.rms_norm_eps
@@ -50,8 +52,11 @@ class ReferenceLayer(SeededWeights):
             self.engram = Engram(config, name=f"{layer}.engram", dtype=dtype)
         self.hc_attn = HyperConnection(config, name=f"{layer}.hc_attn", dtype=dtype)
         self.hc_ffn = HyperConnection(config, name=f"{layer}.hc_ffn", dtype=dtype)
-        self.attn = LatentAttention(config, layer, sources=sources, selection=selection, prefix=prefix, dtype=dtype)
-        self.moe = MoE(config, layer, dtype=dtype, exchange=exchange)
+        self.attn = LatentAttention(
+            config, layer, sources=sources, selection=selection, prefix=prefix, dtype=dtype, sharding=sharding
+        )
+        self.moe = MoE(config, layer, dtype=dtype, exchange=exchange, shares=sharding.layout.size)
+        self.sharding = sharding
 
     def forward(
         self,
@@ -62,6 +67,8 @@ class ReferenceLayer(SeededWeights):
         table_rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layer on the rows of the running forward context.
+
+        Where the rows are sharded, all of them are in ``positions`` and this rank's chunk in everything else.
 
         Args:
             positions: int64 ``[T]``.
@@ -76,7 +83,9 @@ class ReferenceLayer(SeededWeights):
         if self.engram is not None and table_rows is not None:
             streams = self.engram(streams, table_rows)
         pre, post, comb = self.hc_attn(streams)
-        y = self.attn(self._attention_input(streams, pre_mix), positions)
+        y = self.attn(self._attention_input(streams, pre_mix, positions), positions)
+        if not self.sharding.queries:
+            y = self.sharding.layout.reduce(y)
         streams = self.hc_attn.spread(y, streams, post, comb)
         x = rms_norm(collapse(streams, pre), self.ffn_norm, self.eps)
         pre, post, comb = self.hc_ffn(streams)
@@ -87,17 +96,20 @@ class ReferenceLayer(SeededWeights):
 
         A second write of the same rows at ratio 1 stores the same entries. Arguments as in `forward`.
         """
-        self.attn.write_kv(self._attention_input(streams, pre_mix), positions)
+        self.attn.write_kv(self._attention_input(streams, pre_mix, positions), positions)
 
-    def _attention_input(self, streams: torch.Tensor, pre_mix: torch.Tensor) -> torch.Tensor:
-        return rms_norm(collapse(streams, pre_mix), self.attn_norm, self.eps)
+    def _attention_input(self, streams: torch.Tensor, pre_mix: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The normed input of all rows, ``[T, H]``: attention writes the KV of every row on every rank."""
+        x = rms_norm(collapse(streams, pre_mix), self.attn_norm, self.eps)
+        return self.sharding.layout.collect([x], positions.shape[0])[0]
 
 
 class ReplayReferenceForCausalLM(SeededWeights):
     """The model that vLLM loads.
 
-    Every tensor-parallel rank computes the whole model on the same batch, so nothing is sharded or reduced; with
-    data parallelism every rank computes its own rows, and its MoE layers exchange rows as `moe.exchange_rows` says.
+    Every tensor-parallel rank computes the whole model on the same batch, so nothing is sharded or reduced, unless the
+    configuration asks for sequence parallelism (`Sharding`). With data parallelism every rank computes its own rows,
+    and its MoE layers exchange rows as `moe.exchange_rows` says.
     Weights are generated from ``config.weight_seed``: load with ``--load-format dummy``.
     """
 
@@ -117,6 +129,7 @@ class ReplayReferenceForCausalLM(SeededWeights):
         self.weight("head", config.vocab_size, config.hidden_size)
         data_parallel = vllm_config.parallel_config.data_parallel_size > 1
         exchange = data_parallel if config.dp_moe_collective is None else config.dp_moe_collective and data_parallel
+        sharding = Sharding.of(config, vllm_config)
         selection = Selection(config, vllm_config.scheduler_config.max_num_batched_tokens)
         sources: dict[int, Compressor] = {}
         self.layers = nn.ModuleList(
@@ -128,11 +141,13 @@ class ReplayReferenceForCausalLM(SeededWeights):
                 prefix=f"{prefix}.layers.{layer}".lstrip("."),
                 dtype=dtype,
                 exchange=exchange,
+                sharding=sharding,
             )
             for layer in range(self.num_layers)
         )
         self.aux_layers: tuple[int, ...] = ()
-        self.tail = ReplayTail(self.layers, cut=self.cut)
+        self.layout, self.shards_tokens = sharding.layout, sharding.is_sharded
+        self.tail = ReplayTail(self.layers, cut=self.cut, layout=sharding.layout)
         self.token_lookback_depth = config.engram_max_ngram - 1 if config.engram_layer_ids else 0
         """Ids before a request's first row that the model state hands over as ``lookback_token_ids``."""
 
@@ -204,18 +219,22 @@ class ReplayReferenceForCausalLM(SeededWeights):
         """
         hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.to(self.dtype)
         num_tokens = hidden.shape[0]
+        table_rows = self._ngram_rows(input_ids, lookback_token_ids)
+        hidden, input_ids = self.layout.shard(hidden), self.layout.shard(input_ids)
+        if table_rows is not None:
+            table_rows = self.layout.shard(table_rows)
         streams = hidden.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
         # The first sublayer reads the first stream.
-        pre_mix = streams.new_zeros((num_tokens, self.config.hc_mult), dtype=accumulation_dtype(self.dtype))
+        pre_mix = streams.new_zeros((streams.shape[0], self.config.hc_mult), dtype=accumulation_dtype(self.dtype))
         pre_mix[:, 0] = 1
-        table_rows = self._ngram_rows(input_ids, lookback_token_ids)
         early_aux = []
         for index, layer in enumerate(self.layers[: self.cut]):
             if index in self.aux_layers:
-                early_aux.append(streams.mean(dim=1))
+                early_aux += self.layout.collect([streams.mean(dim=1)], num_tokens)
             streams, pre_mix = layer(positions, streams, pre_mix, input_ids, table_rows)
         streams, pre_mix = self.tail(positions, streams, pre_mix, input_ids)
         hidden = rms_norm(collapse(streams, pre_mix), self.norm, self.config.rms_norm_eps)
+        hidden = self.layout.collect([hidden], hidden.shape[0] * self.layout.size)[0]
         hidden, aux = self.tail.finish(hidden, early_aux, num_tokens)
         return (hidden, aux) if self.aux_layers else hidden
 

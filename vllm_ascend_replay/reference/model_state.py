@@ -179,6 +179,15 @@ class ReferenceModelState(ReplayModelState, DefaultModelState):
             cacheable = [i for i, spec in enumerate(specs) if spec.prefix_cacheable]
             groups = torch.tensor(cacheable, dtype=torch.int32, device=self.device)
             self._encoder = max(spec.prefix_replay_tokens for spec in specs), groups
+            # The first batch is a start-up dummy: compile the kernel now, on a request that replays nothing.
+            kernels.pad_replayed_slots(
+                slot_mappings,
+                groups=groups,
+                query_start_loc=self._no_start.new_zeros(2),
+                positions=input_batch.positions,
+                replay_start=self._no_start[:1],
+                window=self._encoder[0],
+            )
         window, groups = self._encoder
         n = input_batch.num_reqs
         if not window or not input_batch.has_prefill:
@@ -236,7 +245,7 @@ class ReferenceModelState(ReplayModelState, DefaultModelState):
         for prefix in self._compressed_prefixes:
             metadata[prefix].slot_mapping = self._no_slots[: kept.num_padded]
         slots = build_slot_mappings_by_layer(kept.slot_mappings, step.kv_cache_config)
-        context = replay_context(kept, metadata, slots, dp_metadata)
+        context = replay_context(kept, metadata, slots, dp_metadata, self.model.layout)
         return ReplayBatch(kept, cut_context=context, late_context=context)
 
     def forget_attention_groups(self) -> None:

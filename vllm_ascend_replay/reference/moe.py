@@ -13,7 +13,7 @@ from vllm_ascend_replay.reference.selection import row_slices
 from vllm_ascend_replay.reference.weights import SeededWeights, accumulation_dtype
 
 
-def exchange_rows(x: torch.Tensor, metadata: DPMetadata) -> None:
+def exchange_rows(x: torch.Tensor, metadata: DPMetadata, shares: int = 1) -> None:
     """Send every rank of the data-parallel group the number and the sums of this rank's rows.
 
     The experts here are replicated, so nothing is needed from the others; but a real MoE layer exchanges rows in
@@ -23,13 +23,14 @@ def exchange_rows(x: torch.Tensor, metadata: DPMetadata) -> None:
     Args:
         x: ``[T, H]``, the rows that this rank runs.
         metadata: the running forward's.
+        shares: ranks that have an even share each of the rows that the metadata counts (sequence parallelism).
 
     Raises:
         RuntimeError: ``T`` is not what the metadata says of this rank or, on a CPU, another rank's rows are not what
             it says of that one.
     """
     group = get_dp_group()
-    told = metadata.num_tokens_across_dp_cpu
+    told = (metadata.num_tokens_across_dp_cpu + shares - 1) // shares
     rank, num_rows = group.rank_in_group, x.shape[0]
     if int(told[rank]) != num_rows:
         raise RuntimeError(f"MoE on DP rank {rank} runs {num_rows} rows; its metadata says {told.tolist()}")
@@ -51,11 +52,13 @@ class MoE(SeededWeights):
     expert(x) = w2(silu(min(w1 x, limit)) * clamp(w3 x, +-limit))
     """
 
-    def __init__(self, config: ReferenceConfig, layer: int, *, dtype: torch.dtype, exchange: bool) -> None:
+    def __init__(
+        self, config: ReferenceConfig, layer: int, *, dtype: torch.dtype, exchange: bool, shares: int = 1
+    ) -> None:
         super().__init__(name=f"{layer}.moe", seed=config.weight_seed, dtype=dtype)
         acc, hidden, inner = accumulation_dtype(dtype), config.hidden_size, config.moe_intermediate_size
         self.k, self.factor, self.limit = config.num_experts_per_tok, config.routed_scaling_factor, config.swiglu_limit
-        self.exchange = exchange
+        self.exchange, self.shares = exchange, shares
         self.weight("gate", config.num_experts, hidden, dtype=acc)
         self.weight("gate_bias", config.num_experts, scale=0.1, dtype=acc)
         experts = config.num_experts + 1  # the last one is the shared expert
@@ -73,7 +76,7 @@ class MoE(SeededWeights):
         """
         metadata = get_forward_context().dp_metadata
         if self.exchange and metadata is not None:
-            exchange_rows(x, metadata)
+            exchange_rows(x, metadata, self.shares)
         out = torch.empty_like(x)
         for part in row_slices(x.shape[0], self.w1.shape[0] * max(self.w1.shape[1:]) * x.dtype.itemsize):
             out[part] = self._grouped(x[part]) if self._can_group(x) else self._dense(x[part])

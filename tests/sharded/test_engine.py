@@ -1,0 +1,63 @@
+"""vLLM's engine with two tensor-parallel workers that share the rows, against one worker that has them all."""
+
+import pytest
+
+from tests.engine.conftest import largest_difference, start, tokens
+from vllm_ascend_replay.reference.config import write_model
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = [tokens(n) for n in (131, 61, 7, 45)]
+RUNS = [
+    (PROMPTS, dict(temperature=0.0, max_tokens=9, logprobs=-1)),
+    # Every row of this prompt is read, while another one is trimmed.
+    ([tokens(75), tokens(101)], dict(temperature=0.0, max_tokens=5, logprobs=-1, prompt_logprobs=2)),
+]
+ENGINE = dict(max_num_batched_tokens=37, max_logprobs=-1)
+TWO = dict(tensor_parallel_size=2, **ENGINE)
+PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+LAYOUTS = {"sp": dict(sequence_parallel=True), "dsa-cp": dict(sequence_parallel=True, dsa_context_parallel=True)}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Model directories by layout; float32."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        name: write_model(folder / name, "tiny", compute_dtype="float32", **flags)
+        for name, flags in {"whole": {}, **LAYOUTS}.items()
+    }
+
+
+@pytest.fixture(scope="module", params=["final", "chunk"])
+def arms(request, directory):
+    """Answers under one policy: one worker, and two workers of each layout."""
+    policy = {"ASCEND_REPLAY_POLICY": request.param}
+    alone = start(directory["whole"], RUNS, policy, stats=True, **ENGINE)
+    answers = {"alone": alone.answer()}
+    for name in LAYOUTS:
+        answers[name] = start(directory[name], RUNS, {**policy, **PROCESSES}, stats=True, **TWO).answer()
+    return answers
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sharded_equals_whole(arms, layout):
+    for sharded, whole in zip(arms[layout]["runs"], arms["alone"]["runs"]):
+        assert largest_difference(sharded, whole) < 1e-5
+    one, other = arms[layout]["stats"]
+    assert one == other
+    (whole,) = arms["alone"]["stats"]
+    assert (one["rows_in"], one["rows_kept"], one["skipped_steps"]) == (
+        whole["rows_in"],
+        whole["rows_kept"],
+        whole["skipped_steps"],
+    )
+    assert one["rows_kept"] < one["rows_in"]
+
+
+def test_replay_is_what_makes_the_difference(arms, directory):
+    """The control: with replay off, the same sharded workers answer something else."""
+    off = start(directory["sp"], RUNS[:1], {"ASCEND_REPLAY": "0", **PROCESSES}, stats=True, **TWO).answer()
+    assert off["stats"][0]["steps"] == 0
+    first, other = off["runs"][0][0]["logprobs"][0][0], arms["sp"]["runs"][0][0]["logprobs"][0][0]
+    assert max(abs(first[t] - other[t]) for t in first) > 1e-4
