@@ -140,6 +140,8 @@ class Fault:
         n, k = request["max_tokens"], len(request["prompt"])
         choice = {"token_ids": [5] * n, "logprobs": {"top_logprobs": [{"token_id:5": -0.5}] * n}}
         choice["prompt_logprobs"] = [None, *([{"5": {"logprob": -0.5}}] * (k - 1))]
+        if isinstance(request["prompt"], str):
+            choice["prompt_token_ids"] = [5] * 20
         if self.how == "no logprobs":
             choice["logprobs"] = None
         elif self.how == "no prompt logprobs":

@@ -141,3 +141,14 @@ def test_an_empty_prompt_file(command, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n")
     assert command("verify", "--url", "x", "--prompts", str(file)).status == 2
+
+
+def test_a_text_is_scored_by_the_token_ids_that_the_server_names(command, faulty, tmp_path):
+    url, _ = faulty
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"What does a replay layer own?"\n')
+    outcome = command("verify", "--url", url, *VERIFY, "--prompts", str(file))
+    assert [(p["name"], p["tokens"]) for p in outcome.report["prompts"]] == [("random 9", 9), ("line 1", 20)]
+    # This server answers alike whatever it sees, also the last window only: the yardstick says so.
+    assert outcome.status == 1
+    assert [c["name"] for c in outcome.report["checks"] if not c["passed"]] == ["mean KL against last window only"]
