@@ -206,16 +206,25 @@ def plugins() -> tuple[list[str], list[str]]:
 # -- the configuration --------------------------------------------------------------------------------------------
 
 
+def _import_quietly() -> None:
+    """Import vLLM with its logger at errors: the rest is for a server's log. The variable is for this import only."""
+    level = os.environ.get("VLLM_LOGGING_LEVEL")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import vllm.logger  # noqa: F401
+
+    if level is None:
+        del os.environ["VLLM_LOGGING_LEVEL"]
+
+
 def parse_arguments(arguments: Sequence[str]) -> Any:
     """Parse the arguments of ``vllm serve`` with vLLM's own parser.
 
     Raises:
         SystemExit: arguments that vLLM does not know (its parser says which); status 2.
     """
-    # Its information is for a server's log; errors are raised.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from importlib import import_module
 
+    _import_quietly()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
