@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,14 +207,17 @@ def plugins() -> tuple[list[str], list[str]]:
 # -- the configuration --------------------------------------------------------------------------------------------
 
 
-def _import_quietly() -> None:
-    """Import vLLM with its logger at errors: the rest is for a server's log. The variable is for this import only."""
-    level = os.environ.get("VLLM_LOGGING_LEVEL")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    import vllm.logger  # noqa: F401
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Errors only are logged: what vLLM tells while it makes a configuration is for a server's log."""
+    import logging
 
-    if level is None:
-        del os.environ["VLLM_LOGGING_LEVEL"]
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def parse_arguments(arguments: Sequence[str]) -> Any:
@@ -224,7 +228,6 @@ def parse_arguments(arguments: Sequence[str]) -> Any:
     """
     from importlib import import_module
 
-    _import_quietly()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -365,7 +368,8 @@ def examine(model: str | None, arguments: Sequence[str], tokens: Sequence[int]) 
     config = None
     if host is not None:
         try:
-            config = engine_config(["--model", _directory(model), *arguments])
+            with _quietly():
+                config = engine_config(["--model", _directory(model), *arguments])
         except Exception as error:  # whatever vLLM and the platform plugin raise is the finding
             first = str(error).strip().splitlines() or [""]
             found.reasons.append(f"vLLM refuses this configuration here: {type(error).__name__}: {first[0]}")
