@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -128,48 +127,64 @@ def transfers(owned: Counts, share: int, rank: int) -> tuple[list[int], list[int
 # -- rows side by side -------------------------------------------------------------------------------------------------
 
 
-def _word(states: Sequence[torch.Tensor]) -> torch.dtype:
-    """The integers as which rows are packed: the widest that every row is made of."""
-    return torch.int32 if all(_row_bytes(state) % 4 == 0 for state in states) else torch.uint8
+_ALIGN = 8
+"""Bytes to which columns of packed rows are padded, so that rows are copied in wide words."""
 
 
 def _row_bytes(state: torch.Tensor) -> int:
     return state.shape[1:].numel() * state.element_size()
 
 
-def _as_words(state: torch.Tensor, word: torch.dtype) -> torch.Tensor:
+def _word(state: torch.Tensor) -> torch.dtype:
+    """The widest integers that a row of ``state`` is made of."""
+    size = _row_bytes(state)
+    return torch.int64 if size % 8 == 0 else torch.int32 if size % 4 == 0 else torch.uint8
+
+
+def _as_words(state: torch.Tensor) -> torch.Tensor:
     """``state [T, ...]`` as integers ``[T, words]``, without a copy if it is contiguous."""
     rows = state.contiguous().flatten(1) if state.ndim > 1 else state.contiguous().unsqueeze(1)
     if rows.stride(1) != 1:
         # One element may keep the stride of what it was cut from, and counts as contiguous.
         rows = rows.clone(memory_format=torch.contiguous_format)
-    return rows.view(word)
+    return rows.view(_word(state))
 
 
-def _columns(states: Sequence[torch.Tensor], word: torch.dtype) -> list[slice]:
-    """Where each state's row lies in a packed row."""
-    ends = np.cumsum([0] + [_row_bytes(state) // word.itemsize for state in states]).tolist()
-    return [slice(begin, end) for begin, end in pairwise(ends)]
+def _columns(packed: torch.Tensor, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of each state's words in packed rows (uint8)."""
+    columns, begin = [], 0
+    for state in states:
+        end = begin + _row_bytes(state)
+        columns.append(packed[:, begin:end].view(_word(state)))
+        begin = end + -end % _ALIGN
+    return columns
 
 
-def _pack(states: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Rows ``rows`` (int64 ``[k]``) of all states side by side, ``[k, words]``."""
-    word = _word(states)
-    columns = _columns(states, word)
-    packed = states[0].new_empty((rows.shape[0], columns[-1].stop), dtype=word)
-    for state, at in zip(states, columns):
-        torch.index_select(_as_words(state, word), 0, rows, out=packed[:, at])
-    return packed
+def _new_packed(states: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:
+    """uint8 ``[num_rows, bytes]``; what is between the columns is never read."""
+    width = sum(_row_bytes(state) + -_row_bytes(state) % _ALIGN for state in states)
+    return states[0].new_empty((num_rows, width), dtype=torch.uint8)
+
+
+def _pack(states: Sequence[torch.Tensor], rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows ``rows`` (int64 ``[k]``; default all) of all states side by side, int32 ``[k, words]``."""
+    packed = _new_packed(states, states[0].shape[0] if rows is None else rows.shape[0])
+    for state, column in zip(states, _columns(packed, states)):
+        if rows is None:
+            column.copy_(_as_words(state))
+        else:
+            torch.index_select(_as_words(state), 0, rows, out=column)
+    return packed.view(torch.int32)
 
 
 def _unpack(packed: torch.Tensor, like: Sequence[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
     """Tensors ``[num_rows, ...]`` of the row shapes and dtypes of ``like``; zero from the last packed row on."""
     filled = min(packed.shape[0], num_rows)
     states = []
-    for state, at in zip(like, _columns(like, packed.dtype)):
+    for state, column in zip(like, _columns(packed.view(torch.uint8), like)):
         out = state.new_empty((num_rows, *state.shape[1:]))
-        words = _as_words(out, packed.dtype)
-        words[:filled].copy_(packed[:filled, at])
+        words = _as_words(out)
+        words[:filled].copy_(column[:filled])
         if filled < num_rows:
             words[filled:].zero_()
         states.append(out)
@@ -269,12 +284,10 @@ class TokenShards:
     def collect(self, values: Sequence[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
         if len(values) == 0:
             return []
-        word = _word(values)
-        packed = [_as_words(value, word) for value in values]
-        whole = self.ranks.all_gather(packed[0] if len(packed) == 1 else torch.cat(packed, 1))
-        if len(packed) == 1:
+        if len(values) == 1:
+            whole = self.ranks.all_gather(_as_words(values[0]))
             return [whole.view(values[0].dtype).view(-1, *values[0].shape[1:])[:num_rows]]
-        return _unpack(whole, values, num_rows)
+        return _unpack(self.ranks.all_gather(_pack(values)), values, num_rows)
 
     def shard(self, value: torch.Tensor, fill: float = 0) -> torch.Tensor:
         share = share_of(value.shape[0], self.size)

@@ -153,8 +153,8 @@ def test_bytes_on_the_wire(way, num_requests):
         full = Counting(rank, size)
         TokenShards(full).collect(states, num_rows)
         totals["full"] += full.sent
-    # Each of the 8 x 2048 rows goes to seven others; a row is 40,980 bytes.
-    assert totals["full"] == 7 * num_rows * (hc * hidden * 2 + hc * 4 + 4)
+    # Each of the 8 x 2048 rows goes to seven others; a row is 40,980 bytes, packed in eights.
+    assert totals["full"] == 7 * num_rows * (hc * hidden * 2 + hc * 4 + 8)
     assert totals["full"] >= 50 * totals["kept"], (totals, totals["full"] / totals["kept"])
 
 
