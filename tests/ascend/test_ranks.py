@@ -43,7 +43,7 @@ def test_data_parallel_ranks_agree(tmp_path):
 
     In steps where nobody keeps a row the replay layers run nowhere; where only one rank does, the other adds a row.
     """
-    prompts = [{"a": 1100, "b": 300}, {"c": 40}]
+    prompts = [{"a": 1100, "b": 300}, {"c": 12}]
     first, second = run(Job(2, "dp", free_port(), prompts, steps=11), tmp_path)
     assert first["mismatches"] == second["mismatches"] == []
     assert not first["unfinished"]
@@ -55,7 +55,7 @@ def test_data_parallel_ranks_agree(tmp_path):
             assert not r["nan"]
     assert first["late_rows"] == second["late_rows"]
     # Rank 1's prompt is short: it keeps all its rows in the first step, one decode row, then nothing.
-    assert first["late_rows"][0] == [1, 40]
+    assert first["late_rows"][0] == [1, 12]
     assert first["kept"][0] == 0
     # Rank 1 is done after three steps and rank 0 keeps no row in its fourth and fifth: nobody runs the last layer.
     assert len(first["late_rows"]) == 11 - 2

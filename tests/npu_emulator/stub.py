@@ -202,6 +202,7 @@ torch.accelerator.memory_reserved = lambda *a: 0
 torch.accelerator.get_memory_info = _memory
 torch.version.cann = None
 torch.Tensor.npu = lambda self, *a, **k: self
+torch.Tensor.record_stream = lambda self, stream: None
 
 
 class OnCpu(torch.overrides.TorchFunctionMode):
