@@ -257,7 +257,7 @@ def shrink_input_batch(input_batch: Any, kept: KeptRows, seq_lens: torch.Tensor)
     if not kept.plan.num_rows:
         upper = torch.ones_like(upper)
     # Adaptive verification may lengthen the decodes on the device, up to the step's own bound.
-    longest = max(int(lens.max()), input_batch.max_query_len or 0)
+    longest = max(int(lens.max()), getattr(input_batch, "max_query_len", None) or 0)
     values = {
         "req_ids": [input_batch.req_ids[i] for i in at],
         "num_reqs": len(at),

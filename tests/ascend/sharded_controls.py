@@ -56,7 +56,7 @@ def _wrong_owner(node, stack):
 def _no_rope(node, stack):
     """Cloned builders without RoPE tables."""
     builder = type(node.runner.attn_groups[0][0].get_metadata_builder(0))
-    stack.enter_context(mock.patch.object(builder, "prepare_source_rope", lambda self: None))
+    stack.enter_context(mock.patch.object(builder, "prepare_source_rope"))
 
 
 def _after_the_cut(node, stack, *, moves=True):

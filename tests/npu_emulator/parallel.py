@@ -83,7 +83,7 @@ def _slice(name, whole, shape, number, tp):
 
 
 def _experts(runner, x, logits, parts):
-    """Sums over this rank's experts for every row of `x` [T, H]; the experts of each of `parts` add up by themselves."""
+    """Sums over this rank's experts for every row of `x` [T, H]; those of each of `parts` add up by themselves."""
     spec, experts = runner.emulated, runner.routed_experts
     ids, weights = numerics.route(logits, spec["top_k"], spec["bias"], scoring=spec["scoring"], scale=spec["scale"])
     w13, w2, limit = experts.w13_weight, experts.w2_weight, spec["limit"]

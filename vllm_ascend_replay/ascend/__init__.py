@@ -78,6 +78,7 @@ def facts(vllm_config: Any) -> SimpleNamespace:
     engram_layers = getattr(vllm_config.model_config.hf_text_config, "engram_layer_ids", None)
     return SimpleNamespace(
         caps_prefix_hits=prefix_cap.installed(),
+        shares_context=True,
         shards_tokens=bool(parallel.use_sequence_parallel_moe or _ascend_option(vllm_config, "enable_dsa_cp")),
         has_engram=bool(engram_layers) and getattr(vllm_config, "engram_config", None) is not None,
         relabels_prefill_as_decode=bool(_ascend_option(vllm_config, "recompute_scheduler_enable")),

@@ -12,6 +12,7 @@ from vllm.forward_context import BatchDescriptor, ForwardContext, get_forward_co
 from vllm.platforms import current_platform
 
 from vllm_ascend_replay.batch import KeptRows
+from vllm_ascend_replay.layouts import Layout
 from vllm_ascend_replay.tail import nested_context
 
 
@@ -21,6 +22,7 @@ def replay_context(
     slot_mapping: dict[str, torch.Tensor],
     dp_metadata: Any,
     vllm_config: Any,
+    layout: Layout,
 ) -> Callable[[], AbstractContextManager[ForwardContext]]:
     """Enters the running context with the replay batch's metadata; made before the forward, entered in it.
 
@@ -48,7 +50,7 @@ def replay_context(
                 slot_mapping=slot_mapping,
                 dp_metadata=dp_metadata,
                 batch_descriptor=descriptor,
-                is_padding=None if outer.is_padding is None else kept.rows < 0,
+                is_padding=None if outer.is_padding is None else layout.shard(kept.rows < 0, 1),
                 additional_kwargs={**outer.additional_kwargs, **extra},
             ) as inner:
                 yield inner

@@ -155,7 +155,8 @@ class TailLayout:
             window=int(source.window_size),
             block=int(source.dsa_attn.swa_cache_layer.block_size),
             lists_rows=source.packed_cache_ops is not None,
-            num_local_heads=int(source.n_local_heads),
+            # DSA-CP attends with all heads to this rank's queries.
+            num_local_heads=int(source.n_heads if source.enable_dsa_cp else source.n_local_heads),
         )
 
 
@@ -179,6 +180,16 @@ class ReplayRequests:
     max_query_len: int
 
 
+@dataclass(frozen=True)
+class ContextShare:
+    """What the builders must know of a replay batch whose rows lie over a prefill-context-parallel group."""
+
+    context: Any
+    """vllm-ascend's `AscendPCPAttentionContext` of the kept rows of all ranks."""
+    slot_mappings: torch.Tensor
+    """int64 `[G, size * N]`: every rank's rows, one rank after the other; -1 on padding."""
+
+
 class TailMetadata:
     """Builds both metadata sets with cloned builders, made once per KV cache."""
 
@@ -190,11 +201,17 @@ class TailMetadata:
         self.max_model_len = max_model_len
         self._cut_groups = clone_groups(attn_groups, {layout.cut_window, layout.long_kv, layout.index_k})
         self._late_groups = clone_groups(attn_groups, layout.late_windows)
+        if vllm_config.parallel_config.prefill_context_parallel_size > 1:
+            # The runner did this for its own builders only.
+            for groups in (*self._cut_groups, *self._late_groups):
+                for group in groups:
+                    for builder in group.metadata_builders:
+                        builder.prepare_source_rope()
 
     def build(
-        self, kept: KeptRows, requests: ReplayRequests, kv_cache_config: Any
+        self, kept: KeptRows, requests: ReplayRequests, kv_cache_config: Any, share: ContextShare | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """`(cut, late)`: metadata by cache name for the kept rows."""
+        """`(cut, late)`: metadata by cache name for the kept rows; `share` under prefill context parallelism."""
         from vllm_ascend.ops.rope_dsv4 import get_cos_and_sin_dsa
         from vllm_ascend.worker.v2.attn_utils import build_attn_metadata
 
@@ -213,8 +230,14 @@ class TailMetadata:
             "positions": kept.positions,
             "attn_state": requests.attn_state,
             "is_prefilling": requests.is_prefilling,
-            "model_specific_attn_metadata": OwnRope(get_cos_and_sin_dsa(kept.positions, use_cache=False)),
         }
+        if share is None:
+            common["model_specific_attn_metadata"] = OwnRope(get_cos_and_sin_dsa(kept.positions, use_cache=False))
+        else:
+            # These builders have RoPE buffers of their own, and no more queries than this rank has rows.
+            common["pcp_context"], common["slot_mappings"] = share.context, share.slot_mappings
+            common["num_actual_tokens"] = int(boundaries[-1])
+            common["num_input_tokens"] = kept.num_padded
         whole = {"seq_lens": requests.seq_lens, "seq_lens_np": requests.seq_lens_np}
         cut = build_attn_metadata(attn_groups=self._cut_groups, block_tables=requests.block_tables, **whole, **common)
         if self.layout.lists_rows:
@@ -238,11 +261,19 @@ class TailMetadata:
 
     def _bound_listed_rows(self, late: dict[str, Any], kept: KeptRows, requests: ReplayRequests) -> None:
         """Overwrite the clones' window lists, in their persistent buffers, with lists bounded at `kv_start`."""
-        lens = torch.diff(kept.boundaries)
-        start = kept.kv_start.repeat_interleave(lens, output_size=int(requests.row_lens_np.sum()))
-        indices, lengths = bounded_window(kept.positions, start, self.layout.window)
+        lens, num_rows = torch.diff(kept.boundaries), int(requests.row_lens_np.sum())
+        if not num_rows:
+            return
+        start = kept.kv_start.repeat_interleave(lens, output_size=num_rows)
+        all_indices, all_lengths = bounded_window(kept.positions[:num_rows], start, self.layout.window)
         written: set[int] = set()
         for metadata in late.values():
+            indices, lengths = all_indices, all_lengths
+            if metadata.cp_token_range is not None:
+                # The queries are this rank's chunk of the rows.
+                first = metadata.cp_token_range[0]
+                mine = slice(first, first + metadata.num_actual_tokens)
+                indices, lengths = indices[mine], lengths[mine]
             target = metadata.ori_sparse_indices
             if target is None:
                 raise RuntimeError("the window builder made no row lists, so late layers cannot be bounded")

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from vllm.distributed import get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 
@@ -21,6 +22,7 @@ from vllm_ascend_replay.ascend.model_state import make_state_cls
 from vllm_ascend_replay.ascend.seams import missing_seam, own_decoder_replay
 from vllm_ascend_replay.config import read_settings
 from vllm_ascend_replay.layer_plan import read_layer_plan
+from vllm_ascend_replay.layouts import WHOLE, GroupRanks, Layout, TokenShards
 from vllm_ascend_replay.tail import ReplayTail
 
 logger = init_logger("vllm.vllm_ascend_replay")
@@ -101,7 +103,7 @@ class ReplayTextModel:
             logger.warning("decoder replay is off: %s", reason)
             return
         layers = list(self.layers)  # type: ignore[has-type]
-        self.replay_tail = make_tail(layers, plan.cut)
+        self.replay_tail = make_tail(layers, plan.cut, states_layout(vllm_config))
         self.layers = SplitLayers(layers, TailLayer(self.replay_tail))
 
     def drop_tail(self) -> None:
@@ -127,9 +129,17 @@ class ReplayTextModel:
         return (hidden, aux) if aux else hidden
 
 
-def make_tail(layers: list[Any], cut: int) -> ReplayTail:
+def states_layout(vllm_config: Any) -> Layout:
+    """How streams, mixes and token ids lie over the tensor-parallel ranks between layers."""
+    if not vllm_config.parallel_config.use_sequence_parallel_moe:
+        return WHOLE
+    return TokenShards(GroupRanks(get_tp_group().device_group))
+
+
+def make_tail(layers: list[Any], cut: int, layout: Layout = WHOLE) -> ReplayTail:
     """The tail of vllm-ascend's layers; how to call a layer and how to write the cut layer's KV alone."""
-    return ReplayTail(layers, cut=cut, run_layer=run_layer, write_kv=functools.partial(write_cut_kv, layers[cut]))
+    write_kv = functools.partial(write_cut_kv, layers[cut], layout)
+    return ReplayTail(layers, cut=cut, run_layer=run_layer, write_kv=write_kv, layout=layout)
 
 
 def run_layer(
@@ -139,19 +149,26 @@ def run_layer(
     return layer(positions, streams, pre_mix, None, input_ids=input_ids)
 
 
-def write_cut_kv(layer: Any, positions: torch.Tensor, streams: torch.Tensor, pre_mix: torch.Tensor) -> None:
+def write_cut_kv(
+    layer: Any, layout: Layout, positions: torch.Tensor, streams: torch.Tensor, pre_mix: torch.Tensor
+) -> None:
     """Write the cut layer's window KV, compressed KV and index keys of every row, and nothing else.
 
     The running context's metadata is the whole step's. The kept rows write the same values once more when the layer
-    runs on them: with compress ratio 1 a row's KV depends on that row alone.
+    runs on them: with compress ratio 1 a row's KV depends on that row alone. Every rank has the whole cache, so where
+    ranks share the rows or the queries, all rows are gathered and the metadata of the whole batch is used.
     """
     metadata = get_forward_context().attn_metadata
     if metadata is None:
         return
     x = layer.hc_pre(streams, layer.hc_attn_fn, layer.hc_attn_scale, layer.hc_attn_base, pre_mix)[0]
-    x = layer.input_layernorm(x)
+    x = layout.collect([layer.input_layernorm(x)], positions.shape[-1])[0]
     impl = layer.self_attn.v41_impl
     step = impl._get_layer_metadata(metadata)
+    if getattr(step.swa, "global_metadata", None) is not None:
+        if hasattr(step.swa, "hidden_restore_idx"):
+            x = impl._gather_and_restore_hidden_states(x, step.swa)
+        step = impl._global_layer_metadata(metadata)
     impl._update_caches(layer.self_attn, x[: step.swa.num_actual_tokens], step)
 
 

@@ -11,11 +11,13 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
 from vllm_ascend_replay.ascend.context import replay_context
+from vllm_ascend_replay.ascend.context_parallel import ContextSharing
 from vllm_ascend_replay.ascend.metadata import ReplayRequests, TailLayout, TailMetadata, unreachable_pages
 from vllm_ascend_replay.ascend.prefix_cap import hit_limit
 from vllm_ascend_replay.batch import KeptRows, ReplayBatch
 from vllm_ascend_replay.config import read_settings
 from vllm_ascend_replay.model_state import ReplayModelState, StepInputs, keeps_every_row
+from vllm_ascend_replay.plan import ReplayPlan
 
 logger = init_logger("vllm.vllm_ascend_replay")
 
@@ -44,6 +46,10 @@ class AscendReplayState(ReplayModelState):
         self._tail_metadata: TailMetadata | None = None
         self._checked_cache: Any = None
         self.window_align = self._layout.window_align
+        self._sharing: ContextSharing | None = None
+        if vllm_config.parallel_config.prefill_context_parallel_size > 1:
+            self._sharing = ContextSharing(vllm_config.parallel_config.prefill_context_parallel_size, device)
+            self.replay_request_factor = ContextSharing.REQUEST_FACTOR
         self.init_replay(self, tail, settings, window=self._layout.window)
         logger.info(
             "decoder replay is on: policy %s, layers %d-%d of %d run on the last %d rows of a prompt (window %d, "
@@ -138,7 +144,22 @@ class AscendReplayState(ReplayModelState):
     def finish_execution(self, *, failed: bool) -> None:
         if self.replay_tail is not None:
             self.replay_tail.batch = None
+        if self._sharing is not None:
+            self._sharing.forget()
         super().finish_execution(failed=failed)  # type: ignore[misc]
+
+    # -- context parallelism ------------------------------------------------------------------------------------
+
+    def whole_batch(self, input_batch: Any) -> Any:
+        return input_batch if self._sharing is None else self.pcp_manager.global_batch  # type: ignore[attr-defined]
+
+    def share_plan(self, plan: ReplayPlan, input_batch: Any) -> ReplayPlan:
+        return plan if self._sharing is None else self._sharing.share_plan(plan, self.pcp_manager)  # type: ignore[attr-defined]
+
+    def _allocate_replay_buffers(self, slot_mappings: torch.Tensor, positions: torch.Tensor) -> None:
+        super()._allocate_replay_buffers(slot_mappings, positions)
+        if self._sharing is not None:
+            self._sharing.allocate(self.max_num_reqs, self.max_num_tokens, slot_mappings, positions)
 
     # -- the replay batch ---------------------------------------------------------------------------------------
 
@@ -151,9 +172,13 @@ class AscendReplayState(ReplayModelState):
                 self.max_model_len,  # type: ignore[attr-defined]
             )
         requests = self._replay_requests(step, kept)
-        cut, late = self._tail_metadata.build(kept, requests, step.kv_cache_config)
-        slots = build_slot_mappings_by_layer(kept.slot_mappings, step.kv_cache_config)
-        contexts = [replay_context(kept, m, slots, dp_metadata, self.vllm_config) for m in (cut, late)]
+        share = None if self._sharing is None else self._sharing.share(step, kept, self.pcp_context)  # type: ignore[attr-defined]
+        cut, late = self._tail_metadata.build(kept, requests, step.kv_cache_config, share)
+        by_group = kept.slot_mappings if share is None else share.slot_mappings
+        slots = build_slot_mappings_by_layer(by_group, step.kv_cache_config)
+        assert self.replay_tail is not None
+        layout = self.replay_tail.layout
+        contexts = [replay_context(kept, m, slots, dp_metadata, self.vllm_config, layout) for m in (cut, late)]
         return ReplayBatch(kept, cut_context=contexts[0], late_context=contexts[1])
 
     def forget_attention_groups(self) -> None:
@@ -166,6 +191,11 @@ class AscendReplayState(ReplayModelState):
         if kept.plan.num_rows:
             row_lens, lens_np = kept.plan.kept_lens[at], batch.seq_lens_np[: batch.num_reqs][at]
             kv_start = kept.plan.kv_start[at]
+        elif kept.plan.shared_rows:
+            # Other ranks have rows: this one has a request without any, as vLLM's manager gives an empty rank.
+            row_lens = lens_np = kv_start = np.zeros(1, dtype=np.int32)
+            kept.boundaries.zero_()
+            seq_lens.zero_()
         else:
             # One padding row: a request of one row at position 0.
             row_lens = lens_np = np.ones(1, dtype=np.int32)
