@@ -2,7 +2,7 @@
 
 Imports vllm-ascend once, then forks for each topology a single rank, which runs every scenario and leaves its results
 in FOLDER, and then the ranks, which run the same and compare every hidden state and token. Each rank writes
-`FOLDER/TOPOLOGY.RANK.json`: by scenario the largest difference and what shows that replay did something.
+`FOLDER/TOPOLOGY/SCENARIO.RANK.json`: by scenario the largest difference and what shows that replay did something.
 """
 
 import json
@@ -11,10 +11,12 @@ import os
 import pathlib
 import random
 import sys
+import time
 import traceback
 from dataclasses import dataclass, field
 
-TIMEOUT = 500
+TIMEOUT, GRACE = 500, 20
+"""Seconds that ranks may take, and that those left have once one has failed."""
 
 
 @dataclass(frozen=True)
@@ -155,18 +157,18 @@ def one_rank(topology, folder):
     torch.save(results, folder / "one.pt")
 
 
-def many_ranks(topology, folder, rank):
+def many_ranks(topology, folder, rank, scenarios):
+    import torch
+
     from tests.ascend import sharded_controls
     from tests.npu_emulator import parallel
 
     parallel.join(folder / "weights.pt", rank, tp=topology.tp)
     if topology.dsa_cp:
         parallel.force_dsa_cp()
-    import torch
-
     expected, dp_rank = torch.load(folder / "one.pt"), rank // (topology.tp * topology.pcp)
     found = {}
-    for scenario in topology.scenarios:
+    for scenario in scenarios:
         like = scenario if scenario in ("final", "chunk", "single") else "final"
         node = build(topology, scenario, rank, folder, one=False)
         with sharded_controls.applied(scenario, node):
@@ -175,16 +177,13 @@ def many_ranks(topology, folder, rank):
             except (AssertionError, RuntimeError, ValueError, IndexError) as error:
                 if scenario not in CONTROLS:
                     raise
-                # Whatever the ranks do next, they do it apart.
                 found[scenario] = {"error": f"{type(error).__name__}: {error}"}
-                break
-        found[scenario] = compare(done, layers, *expected[like, dp_rank])
+            else:
+                found[scenario] = compare(done, layers, *expected[like, dp_rank])
     return found
 
 
 def compare(done, layers, want, want_layers):
-    import torch
-
     real = [step for step in done if step is not None]
     assert len(real) == len(want), (len(real), len(want))
     worst, same, zero = 0.0, True, 0
@@ -204,49 +203,59 @@ def compare(done, layers, want, want_layers):
         "layers": layers,
         "layers of one rank": want_layers,
         "nan": any(bool(h.isnan().any()) for h, _, _ in real),
-        "dtype": str(torch.bfloat16),
     }
 
 
-def child(job, topology, folder, rank):
-    """Runs a job in a forked process; the exit code says whether it went through."""
+def child(topology, folder, rank, scenarios):
+    """Runs in a forked process, without `scenarios` as the single rank; the exit code says whether it went through."""
     try:
-        per_dp = topology.tp * topology.pcp
-        if topology.dp > 1 and job != "one":
-            os.environ["VLLM_DP_RANK"] = str(rank // per_dp)
         import torch
 
         torch.set_num_threads(1)
-        if job == "one":
+        if not scenarios:
             one_rank(topology, folder)
         else:
-            found = many_ranks(topology, folder, rank)
-            (folder / f"{rank}.json").write_text(json.dumps(found))
+            if topology.dp > 1:
+                os.environ["VLLM_DP_RANK"] = str(rank // (topology.tp * topology.pcp))
+            found = many_ranks(topology, folder, rank, scenarios)
+            (folder / f"{scenarios[0]}.{rank}.json").write_text(json.dumps(found))
         code = 0
     except BaseException:
-        (folder / f"{job}.{rank}.log").write_text(traceback.format_exc())
+        (folder / f"{rank}.log").write_text(traceback.format_exc())
         code = 1
     sys.stdout.flush()
     # The rendezvous store may go away with rank 0 first; nothing is left to do.
     os._exit(code)
 
 
+def run_together(topology, folder, scenarios):
+    """Forks the ranks; whether all came through. Once one has failed, or ended a control, the others may hang."""
+    context = multiprocessing.get_context("fork")
+    ranks = topology.size if scenarios else 1
+    processes = [context.Process(target=child, args=(topology, folder, rank, scenarios)) for rank in range(ranks)]
+    for p in processes:
+        p.start()
+    end, some_ended = time.monotonic() + TIMEOUT, False
+    while any(p.is_alive() for p in processes) and time.monotonic() < end:
+        time.sleep(0.2)
+        if not some_ended and any(p.exitcode or (p.exitcode == 0 and scenarios[0] in CONTROLS) for p in processes):
+            some_ended, end = True, min(end, time.monotonic() + GRACE)
+    for p in processes:
+        if p.is_alive():
+            p.kill()
+            p.join()
+    return not any(p.exitcode for p in processes)
+
+
 def run_topology(name, folder):
     topology, folder = TOPOLOGIES[name], folder / name
     folder.mkdir()
     (folder / "port").write_text(str(random.Random(os.getpid()).randint(20000, 50000)))
-    context = multiprocessing.get_context("fork")
-    for job, ranks in (("one", 1), ("many", topology.size)):
-        processes = [context.Process(target=child, args=(job, topology, folder, rank)) for rank in range(ranks)]
-        for p in processes:
-            p.start()
-        for p in processes:
-            p.join(TIMEOUT)
-        for p in processes:
-            if p.is_alive():
-                p.kill()
-        if any(p.exitcode for p in processes):
-            print(name, job, [p.exitcode for p in processes], *(f.read_text() for f in folder.glob("*.log")), sep="\n")
+    right = [s for s in topology.scenarios if s not in CONTROLS]
+    # A control leaves its ranks who knows where: each has ranks of its own.
+    for scenarios in ([], right, *([s] for s in topology.scenarios if s in CONTROLS)):
+        (folder / "rendezvous").unlink(missing_ok=True)
+        if not run_together(topology, folder, scenarios) and scenarios[:1] and scenarios[0] not in CONTROLS:
             return
 
 
