@@ -8,7 +8,7 @@ position, from the words of the policies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,12 +20,24 @@ from tests.reference.test_model_vs_oracle import cacheable_pages
 from tests.support.oracle import Oracle, OracleRun, SourceKV
 from tests.support.stepper import Stepper, StepperRequest
 
-Choose = Callable[[int, int], int]
-"""``choose(low, high)``: an integer within both bounds."""
-
 VOCABULARY = 97
-LONGEST_PROMPT = 56
-MOST_DECODES = 9
+LONGEST_PROMPT = 48
+MOST_DECODES = 6
+MOST_REQUESTS = 3
+
+FEATURES = (
+    "a prefix hit",
+    "every row kept",
+    "a preemption",
+    "a prefix hit after a preemption",
+    "a trimmed step",
+    "a step without kept rows",
+    "a rejected draft",
+    "a rejected draft behind a prompt",
+    "lengths that only the device knows",
+    "padding",
+)
+"""What a set of schedules should have seen."""
 
 
 @dataclass(eq=False)
@@ -62,21 +74,28 @@ class Life:
 class Schedule:
     """Draws and runs one schedule."""
 
-    def __init__(self, stepper: Stepper, oracle: Oracle, choose: Choose, rng: np.random.Generator) -> None:
-        self.stepper, self.oracle, self.choose, self.rng = stepper, oracle, choose, rng
+    def __init__(self, stepper: Stepper, oracle: Oracle, seed: int) -> None:
+        self.stepper, self.oracle, self.rng = stepper, oracle, np.random.default_rng(seed)
+        self.seen: Counter[str] = Counter()
+        """How often each of `FEATURES` happened."""
         self.lives: list[Life] = []
         self.paused: list[Life] = []
         stepper.reset()
+
+    def choose(self, low: int, high: int) -> int:
+        """An integer within both bounds."""
+        return int(self.rng.integers(low, high + 1))
 
     def sometimes(self, one_in: int) -> bool:
         return self.choose(0, one_in - 1) == one_in - 1
 
     def run(self) -> None:
         """Run to the end and compare every request with the oracle."""
-        for _ in range(self.choose(1, 4)):
-            self._add()
+        self._add()
         for _ in range(self.choose(1, 7)):
-            if self.sometimes(6):
+            if len(self.lives) + len(self.paused) < MOST_REQUESTS and self.sometimes(2):
+                self._add()
+            if self.sometimes(4):
                 self._preempt()
             if self.paused and self.sometimes(2):
                 self._resume()
@@ -109,6 +128,8 @@ class Schedule:
 
     def _begin(self, request: StepperRequest, ids: list[int], donor: Life | None) -> None:
         request.ran[:] = request.kept[:] = False
+        self.seen["a prefix hit"] += donor is not None
+        self.seen["every row kept"] += request.prompt_logprobs
         pages = cacheable_pages(self.stepper, request, request.hit)
         floor, kept = np.zeros(len(ids), dtype=int), np.zeros(len(ids), dtype=bool)
         self.lives.append(Life(request, ids, self.oracle, donor, pages, floor, kept))
@@ -118,25 +139,30 @@ class Schedule:
         size, window = self.stepper.block_sizes[self.stepper.is_cacheable.index(True)], self._window
         least = -(-(window + 1) // size)
         donors = [life for life in self.lives if min(life.request.computed, LONGEST_PROMPT - 1) // size >= least]
-        if not donors or not self.sometimes(2):
+        if not donors or self.sometimes(4):
             return None, 0
         donor = donors[self.choose(0, len(donors) - 1)]
         return donor, size * self.choose(least, min(donor.request.computed, LONGEST_PROMPT - 1) // size)
 
     def _preempt(self) -> None:
         running = [life for life in self.lives if life.request.computed > life.start and life.request.left]
+        # More often one that had a hit: there are few.
+        with_hit = [life for life in running if life.donor is not None]
+        running = running if self.sometimes(3) or not with_hit else with_hit
         if running:
             life = running[self.choose(0, len(running) - 1)]
             self.lives.remove(life)
             self.paused.append(life)
+            self.seen["a preemption"] += 1
             self.stepper.preempt(life.request)
 
     def _resume(self) -> None:
         life = self.paused.pop(0)
         donor, hit = None, 0
         # What gave it the hit may still be in the cache.
-        if life.donor in self.lives and life.donor.request.computed >= life.hit and self.sometimes(2):
+        if life.donor in self.lives and life.donor.request.computed >= life.hit:
             donor, hit = life.donor, life.hit
+            self.seen["a prefix hit after a preemption"] += 1
         self.stepper.resume(life.request, donor=None if donor is None else donor.request, hit=hit)
         self._begin(life.request, life.ids, donor)
 
@@ -164,12 +190,20 @@ class Schedule:
         for life in chosen:
             self._write_drafts(life, real[life] + accepted[life], device[life])
             self._expect(life, device[life])
+            if accepted[life] < drafts[life]:
+                self.seen["a rejected draft"] += 1
+                self.seen["a rejected draft behind a prompt"] += life.request.is_prefilling
+        self.seen["lengths that only the device knows"] += host != device
         order = sorted(chosen, key=lambda life: (host[life] != 1, host[life]))
-        self.stepper.step(
+        padding = self.choose(0, 2)
+        report = self.stepper.step(
             [(life.request, host[life]) for life in order],
-            pad_tokens=self.choose(0, 2),
+            pad_tokens=padding,
             device_query_lens=[device[life] for life in order],
         )
+        self.seen["padding"] += padding > 0
+        self.seen["a step without kept rows"] += report.skipped
+        self.seen["a trimmed step"] += report.kept_rows is not None and 0 < len(report.kept_rows) < report.num_tokens
         for life in chosen:
             request = life.request
             request.computed += real[life] + accepted[life] - device[life]
@@ -179,7 +213,7 @@ class Schedule:
         """Lengths that the host believes: sometimes a draft moved from one decode to another on the device."""
         host = dict(device)
         decodes = [life for life in device if not life.request.is_prefilling]
-        if len(decodes) > 1 and self.sometimes(3):
+        if len(decodes) > 1 and self.sometimes(2):
             longer, shorter = decodes[0], decodes[1]
             if host[longer] > 1:
                 host[longer], host[shorter] = host[longer] - 1, host[shorter] + 1
