@@ -177,16 +177,38 @@ def _pack(states: Sequence[torch.Tensor], rows: torch.Tensor | None = None) -> t
     return packed.view(torch.int32)
 
 
-def _unpack(packed: torch.Tensor, like: Sequence[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
-    """Tensors ``[num_rows, ...]`` of the row shapes and dtypes of ``like``; zero from the last packed row on."""
-    filled = min(packed.shape[0], num_rows)
+def _unpack(
+    packed: torch.Tensor,
+    like: Sequence[torch.Tensor],
+    num_rows: int,
+    *,
+    stay: torch.Tensor | None = None,
+    at: int = 0,
+) -> list[torch.Tensor]:
+    """Tensors ``[num_rows, ...]`` of the row shapes and dtypes of ``like``: the packed rows, then zeros.
+
+    Args:
+        packed: int32 ``[k, words]``; rows beyond ``num_rows`` are left out.
+        like: tensors ``[C, ...]``.
+        num_rows: rows of the results.
+        stay: int64 ``[m]``: rows of ``like`` that are put among the packed ones.
+        at: packed rows before them.
+    """
+    count = 0 if stay is None else stay.shape[0]
+    filled = min(packed.shape[0], num_rows - count)
     states = []
     for state, column in zip(like, _columns(packed.view(torch.uint8), like)):
         out = state.new_empty((num_rows, *state.shape[1:]))
         words = _as_words(out)
-        words[:filled].copy_(column[:filled])
-        if filled < num_rows:
-            words[filled:].zero_()
+        if count:
+            torch.index_select(_as_words(state), 0, stay, out=words[at : at + count])
+            if at:
+                words[:at].copy_(column[:at])
+        if at < filled or not count:
+            begin = at if count else 0
+            words[begin + count : filled + count].copy_(column[begin:filled])
+        if filled + count < num_rows:
+            words[filled + count :].zero_()
         states.append(out)
     return states
 
@@ -266,8 +288,13 @@ class TokenShards:
             return [state.new_zeros((share, *state.shape[1:])) for state in states]
         send, receive = transfers(owned, share, rank)
         mine = rows[int(owned[rank]) : int(owned[rank + 1])] - rank * chunk
-        # Kept rows are in the order of their owners, so what arrives is in order too.
-        return _unpack(self.ranks.all_to_all(_pack(states, mine), send, receive), states, share)
+        # Rows that stay are copied once, and are not part of the exchange.
+        below, stays = sum(send[:rank]), send[rank]
+        send[rank] = receive[rank] = 0
+        stay, leave = mine[below : below + stays], torch.cat((mine[:below], mine[below + stays :]))
+        arrived = self.ranks.all_to_all(_pack(states, leave), send, receive)
+        # Kept rows are in the order of their owners: what arrives from lower ranks comes before what stays.
+        return _unpack(arrived, states, share, stay=stay, at=sum(receive[:rank]))
 
     def _contribution(self, states: Sequence[torch.Tensor], rows: torch.Tensor, share: int) -> torch.Tensor:
         """The packed rows that this rank owns in their places, zeros elsewhere, ``[size * share, words]``.
