@@ -34,7 +34,7 @@ def arms(request, directory):
     """Answers under one policy: one worker, and two workers of each layout."""
     policy = {"ASCEND_REPLAY_POLICY": request.param}
     alone = start(directory["whole"], RUNS, policy, stats=True, **ENGINE)
-    answers = {"alone": alone.answer()}
+    answers = {"policy": request.param, "alone": alone.answer()}
     for name in LAYOUTS:
         answers[name] = start(directory[name], RUNS, {**policy, **PROCESSES}, stats=True, **TWO).answer()
     return answers
@@ -57,7 +57,23 @@ def test_sharded_equals_whole(arms, layout):
 
 def test_replay_is_what_makes_the_difference(arms, directory):
     """The control: with replay off, the same sharded workers answer something else."""
+    if arms["policy"] != "final":
+        return
     off = start(directory["sp"], RUNS[:1], {"ASCEND_REPLAY": "0", **PROCESSES}, stats=True, **TWO).answer()
     assert off["stats"][0]["steps"] == 0
     first, other = off["runs"][0][0]["logprobs"][0][0], arms["sp"]["runs"][0][0]["logprobs"][0][0]
     assert max(abs(first[t] - other[t]) for t in first) > 1e-4
+
+
+def test_with_drafts_the_device_counts(directory):
+    """Steps with drafts exchange rows by the device's boundaries; a repetitive prompt makes some be accepted."""
+    prompt = (tokens(9) * 12)[:101]
+    runs = [([prompt, PROMPTS[1]], dict(temperature=0.0, max_tokens=17, logprobs=-1))]
+    drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
+    # The second prompt is prefilled while the first one decodes with drafts.
+    common = dict(speculative_config=drafts, stats=True)
+    alone = start(directory["whole"], runs, **common, **ENGINE).answer()
+    sharded = start(directory["sp"], runs, PROCESSES, **common, **TWO).answer()
+    assert largest_difference(sharded["runs"][0], alone["runs"][0]) < 1e-5
+    assert sharded["metrics"]["vllm:spec_decode_num_draft_tokens"] > 0
+    assert sharded["stats"][0]["rows_kept"] < sharded["stats"][0]["rows_in"]
