@@ -267,7 +267,7 @@ class TailMetadata:
         start = kept.kv_start.repeat_interleave(lens, output_size=num_rows)
         all_indices, all_lengths = bounded_window(kept.positions[:num_rows], start, self.layout.window)
         written: set[int] = set()
-        for metadata in late.values():
+        for name, metadata in late.items():
             indices, lengths = all_indices, all_lengths
             if metadata.cp_token_range is not None:
                 # The queries are this rank's chunk of the rows.
@@ -280,7 +280,11 @@ class TailMetadata:
             if target.data_ptr() not in written:
                 written.add(target.data_ptr())
                 target[: len(indices)].copy_(indices)
-                metadata.ori_topk_length[: len(lengths)].copy_(lengths)
+                if metadata.ori_topk_length is not None:
+                    metadata.ori_topk_length[: len(lengths)].copy_(lengths)
+            if metadata.ori_topk_length is None:
+                # DSA-CP's builder hands on the whole batch's rows without their lengths.
+                late[name] = replace(metadata, ori_topk_length=lengths)
 
     def _resplit(self, long_kv: Any, late: dict[str, Any], requests: ReplayRequests) -> Any:
         """The long-KV metadata with its task split made again, for window lengths counted from `kv_start`.
