@@ -11,7 +11,8 @@
 | 4 | window KV with holes published to the prefix cache | `test_window_pages_are_never_cacheable_under_replay`, \
 `tests.unit.test_support` gate ``prefix-cache`` |
 | 5 | KV objects of both kinds in one external store | `tests.unit.test_support` gate ``kv-connector`` |
-| 6 | the switch is on and nothing trims | `test_rows_drop_and_are_counted`, `tests.unit.test_stats` (the warning) |
+| 6 | the switch is on and nothing trims | `test_rows_drop_and_are_counted`, \
+`test_a_worker_hands_its_counters_out`, `tests.unit.test_stats` (the warning) |
 | 7 | short steps run in full while the log says "on" | `test_no_chunk_is_too_short_under_final`, \
 `test_a_step_in_full_is_counted_with_its_reason` |
 | 8 | hidden-state export reads trimmed rows | `test_who_reads_every_row_turns_replay_off`, \
@@ -41,6 +42,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+from vllm.v1.worker.worker_base import WorkerBase
 
 from tests.invariants.support import (
     CHUNK,
@@ -52,8 +54,10 @@ from tests.invariants.support import (
     run_prompt,
 )
 from tests.reference.test_model_vs_oracle import cacheable_pages, check
+from tests.support.stepper import Stepper
 from vllm_ascend_replay import stats
 from vllm_ascend_replay.batch import ReplayBatch
+from vllm_ascend_replay.reference.config import write_model
 from vllm_ascend_replay.support import GATES, Situation
 
 POLICIES = pytest.mark.parametrize("settings", [FINAL, CHUNK], ids=["final", "chunk"])
@@ -106,6 +110,18 @@ def test_rows_drop_and_are_counted(make_small, tokens):
     counters = stats.snapshot()
     assert (counters["rows_in"], counters["rows_kept"]) == (60, sum(ran))
     assert (counters["steps"], counters["replay_steps"], counters["skipped_steps"]) == (6, 2, 1)
+
+
+def test_a_worker_hands_its_counters_out(tmp_path, monkeypatch):
+    """Fault 6: `collective_rpc("ascend_replay_stats")` answers wherever replay is on."""
+    monkeypatch.delattr(WorkerBase, "ascend_replay_stats", raising=False)
+    directory = write_model(tmp_path / "model", "tiny", compute_dtype="float64")
+    Stepper(directory, settings=OFF)
+    assert not hasattr(WorkerBase, "ascend_replay_stats")
+    Stepper(directory, settings=FINAL)
+    stats.current().count_full(3)
+    assert WorkerBase.ascend_replay_stats(None) == stats.snapshot()
+    assert stats.snapshot()["rows_in"] == 3
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
@@ -19,7 +18,7 @@ from tests.invariants.support import FINAL, check_replay, final_oracle, run_prom
 from vllm_ascend_replay import tail as tail_module
 from vllm_ascend_replay.batch import ReplayBuffers
 from vllm_ascend_replay.reference.attention import LatentAttention
-from vllm_ascend_replay.reference.metadata import ReferenceMetadataBuilder, layer_metadata
+from vllm_ascend_replay.reference.metadata import ReferenceMetadataBuilder
 
 LENGTH = 50
 
@@ -199,44 +198,42 @@ def test_builders_of_the_step_reused(mixed, monkeypatch):
 
 
 def test_masks_from_absolute_positions_on_a_sub_batch(make_window_128, tokens, monkeypatch):
-    """A window mask over the rows of the replay batch, with absolute positions as if they were rows of it.
+    """A window mask that compares absolute positions with row numbers of the replay batch.
 
-    Right while the batch begins at position 0, and it leaves no window key at all for positions beyond the batch's
-    length: multiples of the window hide nothing here, since the oracle is asked at every length.
+    Of K rows, the one at position p would see rows ``p - W < j <= p``: all is well for a batch that begins at position
+    0, and nothing is left of the window for p >= K + W - 1, whatever the prompt's length is a multiple of.
     """
-    length = 257
+    length, window = 450, 128
     stepper, oracle = make_window_128(settings=FINAL)
     request = stepper.add(tokens(length))
     run_prompt(stepper, request)
     want = final_oracle(stepper, oracle, request)
     check_replay(request, want, stepper.model.cut)
     late = {id(layer.attn) for layer in stepper.model.layers[stepper.model.cut + 1 :]}
-    attend, load = LatentAttention._attend, {}
+    attend, hidden = LatentAttention._attend, []
 
     def masked(self, query, positions, metadata, out):
-        if id(self) not in late:
-            return attend(self, query, positions, metadata, out)
-        # Keys are rows 0 .. K-1 of the batch; visible where the row number is in the window of the position.
-        load["rows"] = query.shape[0]
-        bounded = replace(metadata, kv_start=torch.where(positions[-1:] >= query.shape[0], positions[-1:] + 1, 0))
-        return attend(self, query, positions, bounded, out)
+        if id(self) in late and bool((positions >= query.shape[0] + window - 1).all()):
+            hidden.append(query.shape[0])
+            metadata = replace(metadata, kv_start=positions[-1:] + 1)
+        return attend(self, query, positions, metadata, out)
 
     monkeypatch.setattr(LatentAttention, "_attend", masked)
     stepper.reset()
     request = stepper.add(tokens(length))
     run_prompt(stepper, request)
-    assert load["rows"] == 128
-    assert np.isfinite(request.hidden[request.kept].numpy()).all()
+    assert hidden == [window] * len(late)
+    assert request.hidden.isfinite().all()
     with pytest.raises(AssertionError):
         check_replay(request, want, stepper.model.cut)
 
 
-def test_absent_compressed_metadata_is_not_silent(make_small, tokens, monkeypatch):
-    """Late layers find the cut layer's compressed entries only if the replay batch's metadata names its group."""
+def test_late_layers_need_the_cut_layers_compressed_entries(make_small, tokens, monkeypatch):
+    """They find them only if the replay batch's metadata names that group; leaving it out is no silent fault."""
     stepper, _ = make_small(settings=FINAL)
     stepper.state.forget_attention_groups()
-    clone, prefix = stepper.state._clone_groups, stepper.model.layers[stepper.model.cut].attn.metadata_prefixes[1]
-    assert layer_metadata is not None
+    prefix = stepper.model.layers[stepper.model.cut].attn.metadata_prefixes[1]
+    clone = stepper.state._clone_groups
     monkeypatch.setattr(stepper.state, "_clone_groups", lambda groups, prefixes: clone(groups, prefixes - {prefix}))
     request = stepper.add(tokens(LENGTH))
     with pytest.raises(KeyError, match=prefix):
