@@ -53,7 +53,8 @@ def test_odd_prompts_whatever_the_chunks(keep):
         assert all(torch.equal(seen[0][0], x) and seen[0][1] == out for x, out in seen[1:])
 
 
-@pytest.mark.parametrize(("policy", "chunk"), [("final", 2048), ("chunk", 300)])
+# The oracle's time grows with the square of the length and is four times that on A5's wider heads.
+@pytest.mark.parametrize(("policy", "chunk"), [("final", 2048), *([] if ON_A5 else [("chunk", 300)])])
 def test_long_prompt(policy, chunk):
     s = make_session(policy=policy, max_tokens=2048, max_len=2048)
     s.run({"a": tokens(1930, 9)}, chunk, max_tokens=3)
