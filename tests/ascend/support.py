@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 
 from tests.npu_emulator import ON_A5, checks
@@ -104,6 +105,7 @@ def make_session(*, keep=None, policy=None, min_saved=None, blocks=256, replay=T
     from tests.ascend.after_cut import use_after_cut_tail
 
     checks.forget()
+    gc.collect()  # models and caches of earlier sessions hold each other
     without_package()
     with settings(keep=keep, policy=policy, min_saved=min_saved):
         if replay:

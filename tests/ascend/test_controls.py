@@ -115,8 +115,8 @@ def test_a_bounded_cut_layer_is_wrong(monkeypatch):
     s = make_session()
     state, real = s.rank.state, metadata_module.TailMetadata.build
 
-    def build(self, kept, requests, kv_cache_config):
-        cut, late = real(self, kept, requests, kv_cache_config)
+    def build(self, kept, requests, kv_cache_config, *share):
+        cut, late = real(self, kept, requests, kv_cache_config, *share)
         name, like = self.layout.cut_window, late[sorted(self.layout.late_windows)[0]]
         window = replace(cut[name], block_table=like.block_table, seq_lens=like.seq_lens)
         return {**cut, name: window, self.layout.long_kv: late[self.layout.long_kv]}, late
