@@ -238,7 +238,8 @@ def run_together(topology, folder, scenarios):
     end, some_ended = time.monotonic() + TIMEOUT, False
     while any(p.is_alive() for p in processes) and time.monotonic() < end:
         time.sleep(0.2)
-        if not some_ended and any(p.exitcode or (p.exitcode == 0 and scenarios[0] in CONTROLS) for p in processes):
+        ended = [p.exitcode for p in processes if p.exitcode is not None]
+        if not some_ended and (any(ended) or (ended and scenarios[:1] and scenarios[0] in CONTROLS)):
             some_ended, end = True, min(end, time.monotonic() + GRACE)
     for p in processes:
         if p.is_alive():

@@ -23,7 +23,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     command = [sys.executable, "-W", "ignore", "-m", "tests.ascend.sharded_process", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=1800, stderr=subprocess.DEVNULL)
+    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=1800, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
 
