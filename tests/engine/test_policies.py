@@ -91,7 +91,9 @@ def test_engine_core_and_worker_processes(model, arms):
 
 
 def test_several_samples_and_ngram_speculation(model, arms):
-    several = start(model, [([PROMPTS[0]], dict(temperature=1.0, seed=3, n=3, max_tokens=5, logprobs=-1))], **CHUNKS)
+    # Without the prefix cache: the second sample's prompt would hit the first one's, which is another computation.
+    sampling = dict(temperature=1.0, seed=3, n=3, max_tokens=5, logprobs=-1)
+    several = start(model, [([PROMPTS[0]], sampling)], enable_prefix_caching=False, **CHUNKS)
     # A repetitive prompt, so that drafts are proposed and accepted or refused.
     prompt = (tokens(9) * 12)[:101]
     drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
