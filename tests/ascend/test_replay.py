@@ -274,3 +274,34 @@ def test_device_lengths_are_used_for_decodes():
 def test_constants_of_the_tiny_model():
     assert LATE_LAYERS == 3
     assert EXACT == 46
+
+
+def test_the_cut_layer_writes_nothing_twice(monkeypatch):
+    """Its pages are cacheable, and rows of a smaller batch may differ in their last bits: here they are NaN."""
+    s = make_session()
+    tail = s.rank.text.replay_tail
+    impl = s.rank.text.layers[tail.cut].self_attn.v41_impl
+    update, write_window, write_compressed = impl._update_caches, impl._write_swa_cache, impl._write_compressed_source
+    all_rows, spoiled = [], set()
+
+    def spoil(values, what):
+        if all_rows or tail._ran is None:
+            return values
+        spoiled.add(what)
+        return values * float("nan")
+
+    def update_caches(*args):
+        all_rows.append(True)
+        update(*args)
+        all_rows.pop()
+
+    monkeypatch.setattr(impl, "_update_caches", update_caches)
+    monkeypatch.setattr(impl, "_write_swa_cache", lambda attn, m, kv: write_window(attn, m, spoil(kv, "window")))
+    monkeypatch.setattr(
+        impl,
+        "_write_compressed_source",
+        lambda attn, hidden, *args, **kwargs: write_compressed(attn, spoil(hidden, "compressed"), *args, **kwargs),
+    )
+    s.run({"a": tokens(300, 1), "b": tokens(40, 2)}, 512, max_tokens=4)
+    assert spoiled == {"window", "compressed"}
+    check(s)

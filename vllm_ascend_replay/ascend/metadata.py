@@ -199,6 +199,7 @@ class TailMetadata:
         self.attn_groups = attn_groups
         """The groups the clones were made of; other groups need other clones."""
         self.max_model_len = max_model_len
+        self._no_slots: torch.Tensor | None = None
         self._cut_groups = clone_groups(attn_groups, {layout.cut_window, layout.long_kv, layout.index_k})
         self._late_groups = clone_groups(attn_groups, layout.late_windows)
         if vllm_config.parallel_config.prefill_context_parallel_size > 1:
@@ -239,7 +240,17 @@ class TailMetadata:
             common["num_actual_tokens"] = int(boundaries[-1])
             common["num_input_tokens"] = kept.num_padded
         whole = {"seq_lens": requests.seq_lens, "seq_lens_np": requests.seq_lens_np}
-        cut = build_attn_metadata(attn_groups=self._cut_groups, block_tables=requests.block_tables, **whole, **common)
+        # The cut layer's KV is in the cache for every row. Rows of a smaller batch may differ in their last bits, and
+        # other requests hit those pages: the cut layer writes nothing a second time.
+        late_slots = common.pop("slot_mappings")
+        cut = build_attn_metadata(
+            attn_groups=self._cut_groups,
+            block_tables=requests.block_tables,
+            slot_mappings=self._padding_slots(late_slots),
+            **whole,
+            **common,
+        )
+        common["slot_mappings"] = late_slots
         if self.layout.lists_rows:
             late = build_attn_metadata(
                 attn_groups=self._late_groups, block_tables=requests.block_tables, **whole, **common
@@ -258,6 +269,13 @@ class TailMetadata:
             late[self.layout.long_kv] = self._resplit(cut[self.layout.long_kv], late, requests)
         late[self.layout.index_k] = cut[self.layout.index_k]
         return cut, late
+
+    def _padding_slots(self, like: torch.Tensor) -> torch.Tensor:
+        """Slots of the shape and type of `like` (int64 `[G, N]`) that no operator writes to."""
+        held = self._no_slots
+        if held is None or held.shape[0] != like.shape[0] or held.shape[1] < like.shape[1]:
+            held = self._no_slots = torch.full_like(like, -1)
+        return held[:, : like.shape[1]]
 
     def _bound_listed_rows(self, late: dict[str, Any], kept: KeptRows, requests: ReplayRequests) -> None:
         """Overwrite the clones' window lists, in their persistent buffers, with lists bounded at `kv_start`."""

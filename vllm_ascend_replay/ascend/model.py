@@ -154,9 +154,9 @@ def write_cut_kv(
 ) -> None:
     """Write the cut layer's window KV, compressed KV and index keys of every row, and nothing else.
 
-    The running context's metadata is the whole step's. The kept rows write the same values once more when the layer
-    runs on them: with compress ratio 1 a row's KV depends on that row alone. Every rank has the whole cache, so where
-    ranks share the rows or the queries, all rows are gathered and the metadata of the whole batch is used.
+    The running context's metadata is the whole step's: with compress ratio 1 a row's KV depends on that row alone, and
+    the kept rows write none when the layer runs on them. Every rank has the whole cache, so where ranks share the rows
+    or the queries, all rows are gathered and the metadata of the whole batch is used.
     """
     metadata = get_forward_context().attn_metadata
     if metadata is None:
