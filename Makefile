@@ -49,6 +49,7 @@ test: lint  ## All tests of this machine; does all the set-up.
 
 test-all: test  ## And the long property profiles.
 	REPLAY_HYPOTHESIS_PROFILE=long $(CPU)/bin/python -m pytest -q -p no:cacheprovider -m slow tests $(addprefix --ignore=,$(OTHER_HOSTS))
+	$(MAKE) --no-print-directory $(SLOW_TARGETS)
 
 clean:  ## Remove the environments.
 	rm -rf .venv build dist *.egg-info

@@ -6,7 +6,10 @@ ASCEND := .venv/ascend
 ASCEND_PIP := $(ASCEND)/bin/python -m pip install -q --disable-pip-version-check --no-deps
 ASCEND_REQUIREMENTS := requirements/ascend-cpu.txt
 ASCEND_PROFILES := A2 A5
+# What both profiles share is tested on one of them.
+export ASCEND_TESTS ?= not slow
 TEST_TARGETS += test-ascend
+SLOW_TARGETS += test-ascend-slow
 
 # vllm-ascend is built from its source without its kernels; its set-up imports torch, so it goes after the rest.
 $(ASCEND)/.ready: $(ASCEND_REQUIREMENTS) pyproject.toml
@@ -18,7 +21,7 @@ $(ASCEND)/.ready: $(ASCEND_REQUIREMENTS) pyproject.toml
 	$(ASCEND_PIP) --no-build-isolation -e .
 	@touch $@
 
-.PHONY: setup-ascend test-ascend demo-ascend
+.PHONY: setup-ascend test-ascend test-ascend-slow demo-ascend
 .PHONY: $(ASCEND_PROFILES:%=test-ascend-%) $(ASCEND_PROFILES:%=demo-ascend-%)
 
 setup-ascend: $(ASCEND)/.ready  ## Make the environment of the Ascend host on a CPU.
@@ -28,7 +31,10 @@ test-ascend: $(ASCEND)/.ready  ## Tests of the Ascend host, A2/A3 and A5 profile
 	$(MAKE) --no-print-directory -j2 --output-sync=target $(ASCEND_PROFILES:%=test-ascend-%)
 
 $(ASCEND_PROFILES:%=test-ascend-%): test-ascend-%: $(ASCEND)/.ready
-	NPU_EMU_DEVICE=$* OMP_NUM_THREADS=1 $(ASCEND)/bin/python -m pytest -q -p no:cacheprovider tests/ascend
+	NPU_EMU_DEVICE=$* OMP_NUM_THREADS=1 $(ASCEND)/bin/python -m pytest -q -p no:cacheprovider -m "$(ASCEND_TESTS)" tests/ascend
+
+test-ascend-slow: ASCEND_TESTS = slow
+test-ascend-slow: test-ascend  ## Every way to share rows, on the other profile too.
 
 demo-ascend: $(ASCEND_PROFILES:%=demo-ascend-%)  ## Decoder replay through the real vllm-ascend engine, off and on.
 

@@ -36,17 +36,19 @@ class Topology:
 TOPOLOGIES = {
     "sp2": Topology(tp=2, scenarios=("final", "chunk", "single", "stale dp_metadata")),
     "sp4": Topology(tp=4, model={"o_groups": 4}),
-    "dp2-sp2": Topology(tp=2, dp=2, scenarios=("final",)),
+    "dp2-sp2": Topology(tp=2, dp=2),
     "pcp2": Topology(pcp=2, scenarios=("final", "chunk", "single", "no restore index", "wrong owner", "no rope")),
     "pcp4": Topology(pcp=4),
     "pcp2-sp2": Topology(pcp=2, tp=2),
-    "dp2-pcp2": Topology(dp=2, pcp=2, scenarios=("final",)),
+    "dp2-pcp2": Topology(dp=2, pcp=2),
     # rc2 refuses DSA-CP with MRV2: these are its row layouts, behind that check.
     "dsa-cp2": Topology(
         tp=2, dsa_cp=True, scenarios=("final", "chunk", "after the cut", "unmoved top-k rows", "query metadata")
     ),
 }
 CONTROLS = ("stale dp_metadata", "no restore index", "wrong owner", "no rope", "unmoved top-k rows", "query metadata")
+USUAL = {"A2": ("sp4", "dp2-sp2", "pcp2", "dsa-cp2"), "A5": ("sp2", "pcp4", "pcp2-sp2", "dp2-pcp2")}
+"""By profile: between them every kind of sharing. The rest is slow: the same code once more."""
 MIXED = [("a", 300, 1), ("b", 71, 2), ("c", 333, 3)]
 
 

@@ -12,16 +12,30 @@ import sys
 
 import pytest
 
-from tests.ascend.sharded_process import CONTROLS, TOPOLOGIES
+from tests.ascend.sharded_process import CONTROLS, TOPOLOGIES, USUAL
+from tests.npu_emulator import ON_A5
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAST_LAYER = "7"
 
 
+def case(name, *values):
+    """A topology's test; slow where the other profile has it."""
+    return pytest.param(name, *values, marks=[] if name in USUAL["A5" if ON_A5 else "A2"] else pytest.mark.slow)
+
+
+def scenarios(controls):
+    """A case for each topology's right scenarios, or controls."""
+    return [case(n, s) for n, t in TOPOLOGIES.items() for s in t.scenarios if (s in CONTROLS) == controls]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, request):
+    """Results of every topology that a selected test names."""
     folder = tmp_path_factory.mktemp("sharded")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.ascend.sharded_process", str(folder)]
+    mine = [item for item in request.session.items if item.path == request.path]
+    wanted = {item.callspec.params["name"] for item in mine}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.ascend.sharded_process", str(folder), *sorted(wanted)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, timeout=1800, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -41,9 +55,7 @@ def results_of(folder, name, scenario):
     return results
 
 
-@pytest.mark.parametrize(
-    ("name", "scenario"), [(n, s) for n, t in TOPOLOGIES.items() for s in t.scenarios if s not in CONTROLS]
-)
+@pytest.mark.parametrize(("name", "scenario"), scenarios(controls=False))
 def test_ranks_equal_one_rank(folder, name, scenario):
     for rank in results_of(folder, name, scenario):
         assert rank["worst"] == 0.0
@@ -55,28 +67,30 @@ def test_ranks_equal_one_rank(folder, name, scenario):
         assert layers[LAST_LAYER] < layers["0"] or not rank["zero rows"]
 
 
-def test_ranks_share_the_rows(folder):
-    """Under SP a rank runs its share of the kept rows; under PCP as many as the fullest rank."""
-    (first, _) = results_of(folder, "sp2", "chunk")
-    kept, padding = first["layers of one rank"][LAST_LAYER], first["steps"]
-    assert kept / 2 <= first["layers"][LAST_LAYER] <= kept / 2 + padding
-    for rank in results_of(folder, "pcp2", "single"):
-        # All kept rows are rank 0's; rank 1 runs as many rows of padding.
+@pytest.mark.parametrize("name", [case("sp2"), case("sp4")])
+def test_ranks_share_the_rows(folder, name):
+    first, *_ = results_of(folder, name, "chunk")
+    share, padding = first["layers of one rank"][LAST_LAYER] / TOPOLOGIES[name].size, first["steps"]
+    assert share <= first["layers"][LAST_LAYER] <= share + padding
+
+
+@pytest.mark.parametrize("name", [case("pcp2")])
+def test_ranks_run_as_many_rows_as_the_fullest(folder, name):
+    """All kept rows are rank 0's; rank 1 runs as many rows of padding."""
+    for rank in results_of(folder, name, "single"):
         assert rank["layers"][LAST_LAYER] == rank["layers of one rank"][LAST_LAYER]
 
 
-def test_an_idle_rank_joins(folder):
-    for name in ("dp2-sp2", "dp2-pcp2"):
-        busy, *_, idle = results_of(folder, name, "final")
-        assert busy["zero rows"]
-        assert busy["rows"] > 2 * idle["rows"]
-        # The idle rank ran the last layer in steps that had no row of its own.
-        assert idle["layers"][LAST_LAYER] > idle["layers of one rank"][LAST_LAYER] / TOPOLOGIES[name].size
+@pytest.mark.parametrize("name", [case("dp2-sp2"), case("dp2-pcp2")])
+def test_an_idle_rank_joins(folder, name):
+    busy, *_, idle = results_of(folder, name, "final")
+    assert busy["zero rows"]
+    assert busy["rows"] > 2 * idle["rows"]
+    # The idle rank ran the last layer in steps that had no row of its own.
+    assert idle["layers"][LAST_LAYER] > idle["layers of one rank"][LAST_LAYER] / TOPOLOGIES[name].size
 
 
-@pytest.mark.parametrize(
-    ("name", "scenario"), [(n, s) for n, t in TOPOLOGIES.items() for s in t.scenarios if s in CONTROLS]
-)
+@pytest.mark.parametrize(("name", "scenario"), scenarios(controls=True))
 def test_controls_are_noticed(folder, name, scenario):
     results = results_of(folder, name, scenario)
     # A rank that hangs because another one failed has no result.
