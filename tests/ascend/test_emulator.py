@@ -27,6 +27,41 @@ def test_window_indices():
         assert torch.equal(want, got)
 
 
+def test_draft_window_indices():
+    from vllm_ascend.ops.triton.spec_decode.dspark_swa_indices import build_dspark_swa_indices_triton
+
+    starts = torch.tensor([0, 4, 8, 12], dtype=torch.int32)
+    lengths = torch.tensor([4, 23, 300], dtype=torch.int32)
+    want = build_dspark_swa_indices_triton(starts, lengths, 12, 128, 16)
+    got = caches.draft_window_indices(None, 4, 16, 128, starts, lengths, 12, use_logical_indices=True)
+    for x, y in zip(want, got):
+        assert torch.equal(x, y)
+        assert x.dtype == y.dtype
+
+
+def test_verification_of_greedy_drafts(monkeypatch):
+    """Drafts that all stand, that fall at once, that fall late; a request without drafts."""
+    import vllm_ascend.worker.v2.spec_decode.rejection_sampler_utils as kernels
+
+    best = torch.tensor([5, 6, 7, 3, 9, 9, 2, 1, 4])
+    logits = torch.nn.functional.one_hot(best, 16).float()
+    drafts = torch.tensor([0, 5, 6, 0, 1, 9, 0, 2, 0])
+    bounds = torch.tensor([0, 3, 6, 8, 9], dtype=torch.int32)
+    reqs, zeros = torch.arange(4, dtype=torch.int32), torch.zeros(4)
+    rows = torch.repeat_interleave(reqs, torch.diff(bounds))
+    place = torch.arange(9, dtype=torch.int32) - bounds[rows.long()]
+    arguments = (logits, None, drafts, bounds, torch.arange(9), reqs, rows, place, zeros, zeros.long(), 2)
+    tokens, counts = patches.greedy_rejection_sample(*arguments)
+    assert tokens.tolist() == [[5, 6, 7], [3, -1, -1], [2, 1, -1], [4, -1, -1]]
+    # The last kernel draws the token behind the drafts that all stood; Triton's interpreter cannot run it.
+    monkeypatch.setattr(kernels, "resample", lambda sampled, num_sampled, *args, **kwargs: num_sampled.add_(1))
+    sampled, num_sampled = REAL["rejection_sample"](*arguments)
+    assert torch.equal(num_sampled, counts)
+    for r, (stood, tried) in enumerate(zip((counts - 1).tolist(), (torch.diff(bounds) - 1).tolist())):
+        n = min(stood + 1, tried)
+        assert torch.equal(sampled[r, :n], tokens[r, :n])
+
+
 def test_index_quantisation():
     x = rand(9, 3, 128).bfloat16()
     for want, got in zip(REAL["quantize_mxfp4_indexer"](x), sparse_a5.quantize_index(x)):

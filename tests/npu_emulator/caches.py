@@ -88,6 +88,32 @@ def window_indices(positions, window_size, *, indices_output=None, lengths_outpu
     return index, length
 
 
+def draft_window_indices(
+    block_table,
+    num_speculative_tokens,
+    window_size,
+    block_size,
+    query_start_loc,
+    seq_lens,
+    num_tokens,
+    *,
+    use_logical_indices,
+):
+    """What the rows of a DSpark block see: the `window_size` positions before the block, and the whole block.
+
+    query_start_loc int32 [R + 1], seq_lens int32 [R] (block included). Returns positions int32 [T, 1, n], ascending and
+    -1 padded, n a multiple of 128 that holds window and block, and their counts int32 [T, 1]. Judge: vllm-ascend's
+    Triton kernel `build_dspark_swa_indices_triton`, the device's branch of `build_dspark_swa_indices`.
+    """
+    assert use_logical_indices
+    rows = torch.diff(query_start_loc)
+    first = (seq_lens - rows - window_size).clamp_min(0)
+    length = (seq_lens - first).int().repeat_interleave(rows, output_size=num_tokens).unsqueeze(-1)
+    first = first.int().repeat_interleave(rows, output_size=num_tokens).unsqueeze(-1)
+    column = torch.arange(-(-(window_size + num_speculative_tokens) // 128) * 128, dtype=torch.int32)
+    return torch.where(column < length, first + column, -1).unsqueeze(1), length
+
+
 def ring_metadata(
     query_start_loc,
     seq_lens,

@@ -45,6 +45,17 @@ def partial_rotary_(x, cos, sin, rotary_mode, partial_slice, negate_sin=False):
     x[..., start:end] = (part * cos.to(F64) + sign * turned * sin.to(F64)).to(x.dtype)
 
 
+def rotary_mul(x, cos, sin, rotary_mode="half"):
+    """torch_npu.npu_rotary_mul: x [T, 1, heads, D] rotated over its whole width -> the same shape and dtype.
+
+    cos, sin [T, 1, 1, D]; interleaved pairs as in `partial_rotary_`. Source: Ascend's operator documentation of
+    npu_rotary_mul; vllm-ascend's `ops/rope_dsv4.py`, which rotates the keys of DSpark's context with it.
+    """
+    out = x.clone()
+    partial_rotary_(out, cos, sin, rotary_mode, [0, x.shape[-1]])
+    return out
+
+
 def hc_pre(x, fn, scale, base, pre_mix=None, *, hc_mult=4, hc_sinkhorn_iters=20, norm_eps=1e-6, hc_eps=1e-6):
     """_C_ascend::npu_hc_pre_v3: collapses the streams for one sublayer and computes the mixing of the next.
 

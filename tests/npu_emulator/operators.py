@@ -68,6 +68,7 @@ def register() -> None:
         _library.define(schema)
         _library.impl(schema.split("(", 1)[0], fn, "CPU")
     torch_npu.npu_rms_norm = numerics.rms_norm
+    torch_npu.npu_rotary_mul = numerics.rotary_mul
     torch_npu.npu_swiglu = numerics.swiglu
     torch_npu.npu_dynamic_quant = sparse_a2.dynamic_quant
     torch_npu.npu_transpose_batchmatmul = numerics.transpose_batchmatmul

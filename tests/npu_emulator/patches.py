@@ -6,6 +6,7 @@ device is asked for: `_enable_device_ops`. `REAL` keeps every original, which th
 
 import functools
 import importlib
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +97,37 @@ def greedy_sample(logits, expanded_idx_mapping, temperature, *args, **kwargs):
 
 def _enable_device_ops(builder):
     """Lets a metadata builder on the CPU take the branches it takes on an NPU, with the buffers it has there."""
+def greedy_rejection_sample(
+    target_logits,
+    draft_logits,
+    draft_sampled,
+    cu_num_logits,
+    pos,
+    idx_mapping,
+    expanded_idx_mapping,
+    expanded_local_pos,
+    temperature,
+    *args,
+    **kwargs,
+):
+    """Verification of greedy drafts in place of the rejection kernels: (tokens int64 [R, steps + 1], counts int32 [R]).
+
+    target_logits [L, V]; draft_sampled int [L], a request's last token and its drafts; cu_num_logits int32 [R + 1]. A
+    draft stands while it is the target's argmax; the target's own token follows the last that stands. -1 fills a row
+    up. Raises AssertionError for a request that is not greedy. Source: `_probabilistic_rejection_kernel` of
+    vllm-ascend's `rejection_sampler_utils.py`, temperature 0.
+    """
+    assert bool((temperature[idx_mapping.long()] == 0).all()), "only greedy verification is emulated"
+    best, bounds = target_logits.argmax(-1), cu_num_logits.tolist()
+    tokens = torch.full((len(bounds) - 1, args[1] + 1), -1, dtype=torch.int64)
+    counts = torch.ones(len(bounds) - 1, dtype=torch.int32)
+    for r, (lo, hi) in enumerate(pairwise(bounds)):
+        stands = (draft_sampled[lo + 1 : hi] == best[lo : hi - 1]).long().cumprod(0)
+        counts[r] += int(stands.sum())
+        tokens[r, : counts[r]] = best[lo : lo + int(counts[r])]
+    return tokens, counts
+
+
     builder._supports_device_ops = True
     if builder._uses_a5_packed_cache and builder._cache_kind == "swa":
         n, window = builder._max_tokens, int(builder.vllm_config.model_config.hf_text_config.sliding_window)
@@ -158,6 +190,10 @@ def _install_kernels():
     )
     from vllm_ascend.models.deepseek_v41.mixed_quant_attention import MixedQuantPackedCacheOps
 
+    _swap(
+        caches.draft_window_indices,
+        here + "attention.dsa_v41.build_dspark_swa_indices",
+    )
     MixedQuantPackedCacheOps.build_window_indices = staticmethod(caches.window_indices)
     _swap(
         caches.ring_metadata,
@@ -168,6 +204,12 @@ def _install_kernels():
     _swap(greedy_sample, sampler + "sampler.gumbel_sample", sampler + "gumbel.gumbel_sample")
 
 
+    verify = "vllm.v1.worker.gpu.spec_decode."
+    _swap(
+        greedy_rejection_sample,
+        verify + "rejection_sampler.rejection_sample",
+        verify + "rejection_sampler_utils.rejection_sample",
+    )
 def _install_linear():
     import vllm_ascend.ops.linear as ascend_linear
 

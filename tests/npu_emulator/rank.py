@@ -71,6 +71,9 @@ class Rank:
         with set_current_vllm_config(vllm_config):
             self.runner = NPUModelRunner(vllm_config, torch.device("cpu"))
             self.runner.load_model()
+            if self.drafter is not None:
+                # First: it shares the target's embedding and head.
+                randomize(self.drafter.model, seed)
             randomize(self.model, seed)
             vllm_config.cache_config.kv_cache_layout = "LBNHC"
             vllm_config.cache_config.num_gpu_blocks_override = num_blocks
@@ -101,6 +104,11 @@ class Rank:
     @property
     def model(self):
         return self.runner.model
+
+    @property
+    def drafter(self):
+        """The runner's speculator, None without one."""
+        return self.runner.speculator
 
     @property
     def state(self):
@@ -145,7 +153,17 @@ class Rank:
             if hasattr(result, "get_output"):
                 result = result.get_output()
         self.scheduler.update_from_output(out, result)
+        if self.drafter is not None and state is not None:
+            self.scheduler.update_draft_token_ids(self.runner.take_draft_token_ids())
         return out, state, result
+
+    def capture(self):
+        """What the worker does at the end of start-up: lets the runner capture graphs; returns their bytes."""
+        from vllm.v1.worker.workspace import init_workspace_manager
+
+        init_workspace_manager(torch.device("cpu"))
+        with set_current_vllm_config(self.config):
+            return self.runner.capture_model()
 
     def idle_step(self, num_tokens=1):
         """What the engine runs on a rank that has nothing to do while another one has."""

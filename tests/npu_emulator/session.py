@@ -45,6 +45,16 @@ class Rows:
 
 
 @dataclass
+class Draft:
+    """What a drafter proposed after a step that sampled; n tokens of a block."""
+
+    tokens: torch.Tensor
+    """int64 [n]."""
+    hidden: torch.Tensor
+    """[n, H], what the drafter's head reads."""
+
+
+@dataclass
 class Trace:
     """One request's life."""
 
@@ -55,6 +65,8 @@ class Trace:
     hits: list = field(default_factory=list)
     """Computed tokens at each (re)start: the prefix hit."""
     rows: list[Rows] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
+    """One for each step that sampled, in order; empty without a drafter."""
 
     def row(self, pos):
         """Last hidden row [H] computed for a position, None if it was dropped or never computed."""
@@ -108,6 +120,15 @@ class Session:
                 return build(step, plan, agreement)
 
             rank.state._build_replay = record
+        self._block = None
+        if rank.drafter is not None:
+            sample = rank.drafter._sample_sequential
+
+            def keep(num_reqs, hidden):
+                self._block = hidden
+                return sample(num_reqs, hidden)
+
+            rank.drafter._sample_sequential = keep
 
     def _before(self, out):
         ids, self._fresh = torch.tensor(sorted(set(self._fresh)), dtype=torch.long), []
@@ -148,6 +169,7 @@ class Session:
 
     def step(self):
         """One step of the engine; records its rows."""
+        requests = dict(self.rank.scheduler.requests)
         out, state, result = self.rank.step()
         for new in out.scheduled_new_reqs:
             self.traces[new.req_id].hits.append(new.num_computed_tokens)
@@ -162,16 +184,15 @@ class Session:
                 keep[: hi - lo - int(plan.kept_lens[i])] = False
                 floor[keep] = int(plan.kv_start[i])
             t = self.traces[name]
-            t.rows.append(
-                Rows(
-                    len(t.hits) - 1,
-                    batch.positions[lo:hi].clone(),
-                    state.hidden_states[lo:hi].clone(),
-                    floor,
-                    keep,
-                )
-            )
-            t.ids += result.sampled_token_ids[result.req_id_to_index[name]]
+            t.ids = list(requests[name].all_token_ids)
+            # The last token has no row yet; rows from there on are drafts that did not stand.
+            positions = batch.positions[lo:hi]
+            n = int((positions < len(t.ids) - 1).sum())
+            hidden = state.hidden_states[lo:hi]
+            t.rows.append(Rows(len(t.hits) - 1, positions[:n].clone(), hidden[:n].clone(), floor[:n], keep[:n]))
+            if self._block is not None and result.sampled_token_ids[result.req_id_to_index[name]]:
+                tokens = self.rank.drafter.draft_tokens[i].clone()
+                t.drafts.append(Draft(tokens, self._block[i * len(tokens) : (i + 1) * len(tokens)].clone()))
 
     def preempt(self, name):
         """Preempts a running request, as the scheduler does when it runs out of blocks."""

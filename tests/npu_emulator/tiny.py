@@ -79,6 +79,18 @@ ENGRAM = {
     "engram_pad_token_id": 2,
     "engram_vocab_size": 128,
 }
+# A DSpark drafter of two layers (at most one per KV source) that reads the streams entering layers 5, 6 and 7; `DRAFTS`
+# among an engine's arguments runs it.
+DSPARK = {
+    "num_nextn_predict_layers": 2,
+    "dspark_block_size": 4,
+    "dspark_target_layer_ids": [6, 7, 8],
+    "dspark_n_routed_experts": 4,
+    "dspark_num_experts_per_tok": 2,
+    "dspark_markov_rank": 8,
+    "dspark_noise_token_id": 2,
+}
+DRAFTS = {"speculative_config": {"method": "dspark", "num_speculative_tokens": 4}}
 
 
 def write_config(folder, **overrides) -> str:
