@@ -7,6 +7,7 @@ or A5, chosen before the first import.
 |---|---|
 | `stub` | `torch_npu` and its relatives as importable packages, `torch.npu`, "npu" tensors on the CPU |
 | `triton_cpu` | Triton kernels in Triton's interpreter |
+| `graphs` | `torch.npu.NPUGraph`: records what is launched, replays it, shares a pool's memory |
 | `numerics` | linear, norm, rotary, hyper-connection and MoE arithmetic |
 | `caches` | paged writes and reads, the ratio-2 compressor ring |
 | `sparse_a2` | A2/A3: INT8 indexer, sparse attention, their task-split metadata |

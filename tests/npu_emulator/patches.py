@@ -11,7 +11,8 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from . import caches, numerics, operators, sparse_a2, sparse_a5
+from . import caches, graphs, numerics, operators, sparse_a2, sparse_a5
+from .graphs import kernel
 
 REAL = {}
 # (layer name, rows) of every MoE call since the last clear(): what each layer really ran.
@@ -20,7 +21,8 @@ _installed = False
 
 
 def _swap(new, *places):
-    """Rebinds a function in every module that imported it by name."""
+    """Rebinds a function, one kernel to graphs, in every module that imported it by name."""
+    new = kernel(new)
     for place in places:
         path, name = place.rsplit(".", 1)
         module = importlib.import_module(path)
@@ -69,7 +71,7 @@ def _install_moe():
     from vllm_ascend.models.deepseek_v41.model import DeepseekV41MoE
     from vllm_ascend.ops.fused_moe.fused_moe import AscendMoERunner
 
-    AscendMoERunner._forward_impl = moe_forward_impl
+    AscendMoERunner._forward_impl = kernel(moe_forward_impl)
     # The emulated weights are scaled already; the runner would scale once more on its way out.
     AscendMoERunner._maybe_apply_routed_scale_to_output = lambda self, shared, routed: (shared, routed)
     init = DeepseekV41MoE.__init__
@@ -95,8 +97,6 @@ def greedy_sample(logits, expanded_idx_mapping, temperature, *args, **kwargs):
     return logits.argmax(-1)
 
 
-def _enable_device_ops(builder):
-    """Lets a metadata builder on the CPU take the branches it takes on an NPU, with the buffers it has there."""
 def greedy_rejection_sample(
     target_logits,
     draft_logits,
@@ -128,6 +128,8 @@ def greedy_rejection_sample(
     return tokens, counts
 
 
+def _enable_device_ops(builder):
+    """Lets a metadata builder on the CPU take the branches it takes on an NPU, with the buffers it has there."""
     builder._supports_device_ops = True
     if builder._uses_a5_packed_cache and builder._cache_kind == "swa":
         n, window = builder._max_tokens, int(builder.vllm_config.model_config.hf_text_config.sliding_window)
@@ -188,13 +190,13 @@ def _install_kernels():
         v41 + "mixed_quant_attention.build_window_indices_triton",
         triton + "build_window_indices.build_window_indices_triton",
     )
-    from vllm_ascend.models.deepseek_v41.mixed_quant_attention import MixedQuantPackedCacheOps
-
     _swap(
         caches.draft_window_indices,
         here + "attention.dsa_v41.build_dspark_swa_indices",
     )
-    MixedQuantPackedCacheOps.build_window_indices = staticmethod(caches.window_indices)
+    from vllm_ascend.models.deepseek_v41.mixed_quant_attention import MixedQuantPackedCacheOps
+
+    MixedQuantPackedCacheOps.build_window_indices = staticmethod(kernel(caches.window_indices))
     _swap(
         caches.ring_metadata,
         here + "attention.dsa_v41.build_c2_ring_metadata",
@@ -202,14 +204,14 @@ def _install_kernels():
     )
     sampler = "vllm.v1.worker.gpu.sample."
     _swap(greedy_sample, sampler + "sampler.gumbel_sample", sampler + "gumbel.gumbel_sample")
-
-
     verify = "vllm.v1.worker.gpu.spec_decode."
     _swap(
         greedy_rejection_sample,
         verify + "rejection_sampler.rejection_sample",
         verify + "rejection_sampler_utils.rejection_sample",
     )
+
+
 def _install_linear():
     import vllm_ascend.ops.linear as ascend_linear
 
@@ -246,6 +248,7 @@ def install() -> None:
     adapt_patch(True)
     adapt_patch()
     operators.register_packaged()
+    graphs.refuse_unseen_kernels()
     _install_kernels()
     _install_linear()
     _install_gloo()

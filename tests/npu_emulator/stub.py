@@ -16,7 +16,6 @@ import itertools
 import os
 import sys
 import types
-from contextlib import contextmanager
 from unittest.mock import MagicMock
 
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
@@ -66,7 +65,7 @@ def _mock_attributes(owner):
 sys.meta_path.insert(0, MockPackages())
 import torch
 
-from . import triton_cpu  # noqa: F401
+from . import graphs, triton_cpu  # noqa: F401
 
 # ---- torch.npu ---------------------------------------------------------------
 
@@ -120,27 +119,7 @@ class Stream:
         return False
 
 
-class Graph:
-    """Remembers which of capture begin, capture end and replay was called."""
-
-    def __init__(self, *a, **k):
-        self.log = []
-
-    def capture_begin(self, *a, **k):
-        self.log.append("begin")
-
-    def capture_end(self):
-        self.log.append("end")
-
-    def replay(self):
-        self.log.append("replay")
-
-
-@contextmanager
-def _stream_guard(stream=None):
-    yield stream
-
-
+_pools = itertools.count()
 _free_memory = itertools.count(1 << 34, -(1 << 20))
 
 
@@ -156,20 +135,22 @@ _SOC_VERSION = {"A2": 220, "A3": 250, "A5": 260}
 def _make_npu_module():
     npu = types.ModuleType("torch.npu")
     known = {
-        "NPUGraph": Graph,
+        "NPUGraph": graphs.Graph,
+        "graph": graphs.graph,
+        "graph_pool_handle": lambda: ("npu pool", next(_pools)),
         "Stream": Stream,
         "Event": Event,
         "ExternalEvent": Event,
         "current_stream": lambda *a: _MAIN_STREAM,
         "default_stream": lambda *a: _MAIN_STREAM,
-        "stream": _stream_guard,
+        "stream": graphs.stream,
         "set_stream": lambda *a: None,
         "current_device": lambda: 0,
         "set_device": lambda *a: None,
         "is_available": lambda: True,
         "device_count": lambda: int(os.environ.get("NPU_EMU_DEVICES", "8")),
         "get_device_name": lambda *a: "Ascend910B",
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": graphs.is_capturing,
         "synchronize": lambda *a: None,
         "empty_cache": lambda: None,
         "mem_get_info": _memory,
@@ -258,7 +239,9 @@ def _register_for_cpu(op_name, op_func, *args, dispatch_key=None, **kwargs):
     """Custom operators are registered for PrivateUse1 (the NPU's key): register them for the CPU instead."""
     if dispatch_key in (None, "PrivateUse1"):
         dispatch_key = "CPU"
-    return _register(op_name, op_func, *args, dispatch_key=dispatch_key, **kwargs)
+    library = kwargs.get("target_lib")
+    name = f"{library.ns if library is not None else 'vllm'}::{op_name}"
+    return _register(op_name, graphs.python_operator(name, op_func), *args, dispatch_key=dispatch_key, **kwargs)
 
 
 _torch_utils.direct_register_custom_op = _register_for_cpu
@@ -278,6 +261,8 @@ if _platform.__name__ != "NPUPlatform":
     raise ImportError(f"vllm-ascend's platform is not the active one: {_platform}")
 _platform.device_type = "cpu"
 _platform.dispatch_key = "CPU"
+# Found on the device's module otherwise, which is torch.cpu here.
+_platform.graph_pool_handle = staticmethod(torch.npu.graph_pool_handle)
 # Model classes are inspected in a child process, which would lack the stub.
 _registry._run_in_subprocess = lambda fn: fn()
 

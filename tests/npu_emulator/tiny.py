@@ -123,8 +123,7 @@ def engine_args(*, block_size=128, max_tokens=512, max_reqs=8, max_len=2048, eng
         max_model_len=max_len,
         max_num_batched_tokens=max_tokens,
         max_num_seqs=max_reqs,
-        enforce_eager=True,
-        **{"enable_prefix_caching": False, **(engine or {})},
+        **{"enforce_eager": True, "enable_prefix_caching": False, **(engine or {})},
     )
 
 
