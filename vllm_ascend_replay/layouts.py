@@ -9,22 +9,24 @@ Three ways a step's ``T`` rows lie over the tensor-parallel group:
   indices, candidates, their lengths) lie in the same chunks, at the head of buffers of a fixed capacity.
 
 The ``K`` kept rows lie over the group in the same way, in chunks of ``ceil(N / size)`` of the replay batch's ``N``
-rows. Only kept rows travel, all states of a step in one exchange: their rows are packed side by side as integers, which
-also keeps every bit (a sum of floats turns -0.0 into +0.0).
+rows. Only kept rows travel, all states of a step in one exchange, as integers, which keeps every bit (a sum of floats
+turns -0.0 into +0.0).
 
 Who owns a kept row follows from the step's boundaries. Where the host's boundaries are the device's, every rank
-computes the same counts on the host and sends what it owns to where it goes. Where the device may have moved the
-boundaries (adaptive verification), only the device knows: every rank puts the rows it owns into zeros, and the group
-adds them up. Both have shapes that all ranks know alike, and neither depends on anything that happens on one rank.
+computes the same counts on the host and sends what it owns to where it goes: a block for each rank, in which every
+state's rows lie together, so that what comes from one rank is not copied again. Where the device may have moved the
+boundaries (adaptive verification), only the device knows: every rank puts the rows it owns into zeros, side by side,
+and the group adds them up. Both have shapes that all ranks know alike, and neither depends on anything that happens on
+one rank.
 
 Under prefill context parallelism every rank keeps the kept rows it has (`share_segments`); no state travels.
 
-Imports NumPy and torch only.
+Knows no vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -33,24 +35,27 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from vllm_ascend_replay import kernels
 from vllm_ascend_replay.plan import ReplayPlan
 
 Counts = npt.NDArray[np.int64]
 
 
 class Ranks(Protocol):
-    """The ranks of a group, and what they exchange: tensors ``[rows, words]``."""
+    """The ranks of a group, and what they exchange."""
 
     rank: int
     size: int
 
-    def all_to_all(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        """Rows from every rank in rank order, ``[sum(receive), words]``.
+    def all_to_all(
+        self, words: torch.Tensor, send: list[int], receive: list[int]
+    ) -> tuple[torch.Tensor, Callable[[], object]]:
+        """Words from every rank in rank order, ``[sum(receive)]``, there once the function beside them was called.
 
         Args:
-            rows: the first ``send[0]`` of them go to rank 0, the next ``send[1]`` to rank 1, and so on.
-            send: rows for each rank.
-            receive: rows from each rank.
+            words: 1-D; the first ``send[0]`` of them go to rank 0, the next ``send[1]`` to rank 1, and so on.
+            send: words for each rank.
+            receive: words from each rank.
         """
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -67,10 +72,12 @@ class GroupRanks:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def all_to_all(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        out = rows.new_empty((sum(receive), *rows.shape[1:]))
-        dist.all_to_all_single(out, rows, receive, send, group=self.group)
-        return out
+    def all_to_all(
+        self, words: torch.Tensor, send: list[int], receive: list[int]
+    ) -> tuple[torch.Tensor, Callable[[], object]]:
+        out = words.new_empty(sum(receive))
+        work = dist.all_to_all_single(out, words, receive, send, group=self.group, async_op=True)
+        return out, work.wait
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         out = rows.new_empty((self.size * rows.shape[0], *rows.shape[1:]))
@@ -124,7 +131,35 @@ def transfers(owned: Counts, share: int, rank: int) -> tuple[list[int], list[int
     return np.maximum(send, 0).tolist(), np.maximum(receive, 0).tolist()
 
 
-# -- rows side by side -------------------------------------------------------------------------------------------------
+# -- rows of several states --------------------------------------------------------------------------------------------
+
+
+_BLOCK_ALIGN = 64
+"""Bytes to which each state's rows in a block are padded: operators read them there."""
+
+
+def _block_words(states: Sequence[torch.Tensor], num_rows: int) -> int:
+    """int64 words of a block of ``num_rows`` rows of all states, one state after the other."""
+    return sum(-(-num_rows * _row_bytes(state) // _BLOCK_ALIGN) for state in states) * (_BLOCK_ALIGN // 8)
+
+
+def _cut_block(block: torch.Tensor, states: Sequence[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
+    """Views ``[num_rows, ...]`` of a block (int64, 1-D), of the row shapes and dtypes of ``states``."""
+    raw, views, begin = block.view(torch.uint8), [], 0
+    for state in states:
+        end = begin + num_rows * _row_bytes(state)
+        views.append(raw[begin:end].view(state.dtype).view(num_rows, *state.shape[1:]))
+        begin = end + -end % _BLOCK_ALIGN
+    return views
+
+
+def _select_rows(rows: torch.Tensor, states: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
+    """``out[i][k] = states[i][rows[k]]``; on an accelerator in one launch."""
+    if rows.device.type in ("cpu", "meta"):
+        for state, target in zip(states, out):
+            torch.index_select(state, 0, rows, out=target)
+    else:
+        kernels.gather_states(rows, [state.contiguous() for state in states], out)
 
 
 _ALIGN = 8
@@ -177,38 +212,22 @@ def _pack(states: Sequence[torch.Tensor], rows: torch.Tensor | None = None) -> t
     return packed.view(torch.int32)
 
 
-def _unpack(
-    packed: torch.Tensor,
-    like: Sequence[torch.Tensor],
-    num_rows: int,
-    *,
-    stay: torch.Tensor | None = None,
-    at: int = 0,
-) -> list[torch.Tensor]:
+def _unpack(packed: torch.Tensor, like: Sequence[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
     """Tensors ``[num_rows, ...]`` of the row shapes and dtypes of ``like``: the packed rows, then zeros.
 
     Args:
         packed: int32 ``[k, words]``; rows beyond ``num_rows`` are left out.
         like: tensors ``[C, ...]``.
         num_rows: rows of the results.
-        stay: int64 ``[m]``: rows of ``like`` that are put among the packed ones.
-        at: packed rows before them.
     """
-    count = 0 if stay is None else stay.shape[0]
-    filled = min(packed.shape[0], num_rows - count)
+    count = min(packed.shape[0], num_rows)
     states = []
     for state, column in zip(like, _columns(packed.view(torch.uint8), like)):
         out = state.new_empty((num_rows, *state.shape[1:]))
         words = _as_words(out)
-        if count:
-            torch.index_select(_as_words(state), 0, stay, out=words[at : at + count])
-            if at:
-                words[:at].copy_(column[:at])
-        if at < filled or not count:
-            begin = at if count else 0
-            words[begin + count : filled + count].copy_(column[begin:filled])
-        if filled + count < num_rows:
-            words[filled + count :].zero_()
+        words[:count].copy_(column[:count])
+        if count < num_rows:
+            words[count:].zero_()
         states.append(out)
     return states
 
@@ -280,21 +299,45 @@ class TokenShards:
     def gather(
         self, states: Sequence[torch.Tensor], rows: torch.Tensor, owned: Counts | None = None
     ) -> list[torch.Tensor]:
-        rank, chunk = self.ranks.rank, states[0].shape[0]
         share = share_of(rows.shape[0], self.size)
         if owned is None:
             return _unpack(self.ranks.reduce_scatter(self._contribution(states, rows, share)), states, share)
         if not owned[-1]:
             return [state.new_zeros((share, *state.shape[1:])) for state in states]
+        return self._exchange(states, rows, owned, share)
+
+    def _exchange(
+        self, states: Sequence[torch.Tensor], rows: torch.Tensor, owned: Counts, share: int
+    ) -> list[torch.Tensor]:
+        """The kept rows of this rank's chunk, where every rank knows who owns which."""
+        rank = self.ranks.rank
         send, receive = transfers(owned, share, rank)
-        mine = rows[int(owned[rank]) : int(owned[rank + 1])] - rank * chunk
-        # Rows that stay are copied once, and are not part of the exchange.
-        below, stays = sum(send[:rank]), send[rank]
-        send[rank] = receive[rank] = 0
-        stay, leave = mine[below : below + stays], torch.cat((mine[:below], mine[below + stays :]))
-        arrived = self.ranks.all_to_all(_pack(states, leave), send, receive)
-        # Kept rows are in the order of their owners: what arrives from lower ranks comes before what stays.
-        return _unpack(arrived, states, share, stay=stay, at=sum(receive[:rank]))
+        mine = rows[int(owned[rank]) : int(owned[rank + 1])] - rank * states[0].shape[0]
+        # Rows that stay are copied once, meanwhile, and are not part of the exchange.
+        sent, received = (
+            [0 if other == rank else _block_words(states, count) for other, count in enumerate(counts)]
+            for counts in (send, receive)
+        )
+        outgoing = states[0].new_empty(sum(sent), dtype=torch.int64)
+        for count, leave, block in zip(send, mine.split(send), outgoing.split(sent)):
+            if block.numel():
+                _select_rows(leave, states, _cut_block(block, states, count))
+        arrived, wait = self.ranks.all_to_all(outgoing, sent, received)
+        # Kept rows are in the order of their owners.
+        if max(receive) == share and receive[rank] == 0:
+            wait()
+            return _cut_block(arrived, states, share)
+        out = [state.new_empty((share, *state.shape[1:])) for state in states]
+        begin = np.cumsum([0, *receive]).tolist()
+        for state, target in zip(states, out):
+            torch.index_select(state, 0, mine.split(send)[rank], out=target[begin[rank] : begin[rank + 1]])
+            target[begin[-1] :].zero_()
+        wait()
+        for first, count, block in zip(begin, receive, arrived.split(received)):
+            if block.numel():
+                for target, values in zip(out, _cut_block(block, states, count)):
+                    target[first : first + count].copy_(values)
+        return out
 
     def _contribution(self, states: Sequence[torch.Tensor], rows: torch.Tensor, share: int) -> torch.Tensor:
         """The packed rows that this rank owns in their places, zeros elsewhere, ``[size * share, words]``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import numpy as np
 import pytest
@@ -319,7 +320,8 @@ def test_a_read_back_in_a_piece_is_named(make_graph_stepper):
         stepper.capture()
     words = str(error.value)
     assert "graph of 40 rows failed in piece 2, at layer 7" in words
-    assert "not permitted when stream is capturing" in words
+    # What CUDA says depends on whether the capture was ended before.
+    assert re.search("operation (not permitted|failed)", words)
     assert "ASCEND_REPLAY_GRAPHS=0" in words
     assert error.value.__cause__ is not None
 
