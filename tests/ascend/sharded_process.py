@@ -223,7 +223,7 @@ def child(topology, folder, rank, scenarios):
             (folder / f"{scenarios[0]}.{rank}.json").write_text(json.dumps(found))
         code = 0
     except BaseException:
-        (folder / f"{rank}.log").write_text(traceback.format_exc())
+        (folder / f"{rank if scenarios else 'single'}.log").write_text(traceback.format_exc())
         code = 1
     sys.stdout.flush()
     # The rendezvous store may go away with rank 0 first; nothing is left to do.
