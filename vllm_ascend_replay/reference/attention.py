@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -9,12 +10,23 @@ from torch.nn import functional
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 
 from vllm_ascend_replay.layouts import share_of
+from vllm_ascend_replay.reference import fused
 from vllm_ascend_replay.reference.cache import CompressedCache, RingCache, WindowCache
 from vllm_ascend_replay.reference.config import ReferenceConfig
-from vllm_ascend_replay.reference.metadata import NO_SLOT, ReferenceMetadata, layer_metadata
-from vllm_ascend_replay.reference.selection import Selection, best_blocks, best_entries, mask_blocks, row_slices
+from vllm_ascend_replay.reference.metadata import NO_SLOT, ReferenceMetadata, Tiles, layer_metadata
+from vllm_ascend_replay.reference.selection import (
+    Selection,
+    best_blocks,
+    best_entries,
+    block_mask,
+    mask_blocks,
+    row_slices,
+)
 from vllm_ascend_replay.reference.sharding import Sharding
 from vllm_ascend_replay.reference.weights import SeededWeights, accumulation_dtype, rms_norm
+
+# Of the scores that are looked at together.
+MAX_SCORE_BYTES = 2 << 30
 
 
 class Rotary:
@@ -27,13 +39,28 @@ class Rotary:
             dim: rotated dims.
             theta: base; pair ``i`` turns by ``position / theta ** (2 i / dim)``.
         """
+        self.positions, self.dim, self.theta = positions, dim, theta
+
+    @functools.cached_property
+    def _angles(self) -> torch.Tensor:
         # float64: at a million positions a float32 angle is off by a tenth of a radian.
-        exponent = torch.arange(0, dim, 2, device=positions.device, dtype=torch.float64) / dim
-        angles = positions.double().unsqueeze(1) * theta**-exponent
-        self.dim, self.cos, self.sin = dim, angles.cos(), angles.sin()
+        exponent = torch.arange(0, self.dim, 2, device=self.positions.device, dtype=torch.float64) / self.dim
+        return self.positions.double().unsqueeze(1) * self.theta**-exponent
+
+    @functools.cached_property
+    def cos(self) -> torch.Tensor:
+        """float64 ``[T, dim / 2]``."""
+        return self._angles.cos()
+
+    @functools.cached_property
+    def sin(self) -> torch.Tensor:
+        """float64 ``[T, dim / 2]``."""
+        return self._angles.sin()
 
     def __call__(self, x: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
-        """Rotate ``x``, ``[T, d]`` or ``[T, heads, d]``; ``inverse`` turns back."""
+        """Rotate ``x``, ``[T, d]`` or ``[T, heads, d]``, which may be overwritten; ``inverse`` turns back."""
+        if fused.takes(x):
+            return fused.rotate(x, self.positions, self.dim, self.theta, inverse=inverse)
         acc = accumulation_dtype(x.dtype)
         cos, sin = self.cos.to(acc), (-self.sin if inverse else self.sin).to(acc)
         if x.ndim == 3:
@@ -152,9 +179,39 @@ class Indexer(SeededWeights):
         tiles = metadata.tiles(num_rows)
         num_tiles, size = tiles.row.shape
         lengths = torch.where(tiles.real, (positions[tiles.row] + 1) // ratio, 0)
-        entries = torch.arange(width, device=x.device)
         found = chosen.new_empty((num_tiles, size, selection.k))
         found_blocks = blocks.new_empty((num_tiles, size, selection.num_blocks))
+        find = self._find_fused if fused.takes(x) else self._find
+        find(query, weight, tiles, lengths, source, metadata, selection, width, found, found_blocks)
+        real = metadata.rows(num_rows).real.unsqueeze(1)
+        chosen.copy_(found.flatten(0, 1).index_select(0, tiles.place).masked_fill(~real, -1))
+        if self.find_blocks:
+            blocks.copy_(found_blocks.flatten(0, 1).index_select(0, tiles.place))
+
+    def _find(
+        self,
+        query: torch.Tensor,
+        weight: torch.Tensor,
+        tiles: Tiles,
+        lengths: torch.Tensor,
+        source: Compressor,
+        metadata: ReferenceMetadata,
+        selection: Selection,
+        width: int,
+        found: torch.Tensor,
+        found_blocks: torch.Tensor,
+    ) -> None:
+        """Choose the entries of the tiles' rows.
+
+        Args:
+            query: ``[T, heads, dim]``; weight: ``[T, heads]``.
+            lengths: int64 ``[tiles, size]``: entries that a row sees, ``width`` at most.
+            found: int32 ``[tiles, size, k]``, filled; found_blocks: int32 ``[tiles, size, blocks]``, filled by the
+                candidate source.
+        """
+        num_tiles, size = tiles.row.shape
+        acc, blocks = weight.dtype, selection.blocks(query.shape[0])
+        entries = torch.arange(width, device=query.device)
         for part in row_slices(num_tiles, width * max(size * self.heads, self.dim) * acc.itemsize):
             row, length = tiles.row[part], lengths[part]
             visible = entries < length.unsqueeze(-1)
@@ -171,10 +228,43 @@ class Indexer(SeededWeights):
             if self.use_blocks:
                 scores = mask_blocks(scores, blocks[row].flatten(0, 1), block=selection.block)
             found[part] = best_entries(scores, k=selection.k).int().unflatten(0, (-1, size))
-        real = metadata.rows(num_rows).real.unsqueeze(1)
-        chosen.copy_(found.flatten(0, 1).index_select(0, tiles.place).masked_fill(~real, -1))
-        if self.find_blocks:
-            blocks.copy_(found_blocks.flatten(0, 1).index_select(0, tiles.place))
+
+    def _find_fused(
+        self,
+        query: torch.Tensor,
+        weight: torch.Tensor,
+        tiles: Tiles,
+        lengths: torch.Tensor,
+        source: Compressor,
+        metadata: ReferenceMetadata,
+        selection: Selection,
+        width: int,
+        found: torch.Tensor,
+        found_blocks: torch.Tensor,
+    ) -> None:
+        """`_find` in few launches; scores are not rounded to the model's dtype."""
+        num_tiles, size = tiles.row.shape
+        block, blocks = selection.block, selection.blocks(query.shape[0])
+        for part in row_slices(num_tiles, width * size * weight.dtype.itemsize, limit=MAX_SCORE_BYTES):
+            row, length = tiles.row[part], lengths[part]
+            scores = fused.score(
+                query,
+                weight,
+                row=row,
+                lengths=length,
+                request=tiles.request[part],
+                cache=source.keys.kv_cache,
+                block_table=metadata.block_table,
+                width=width,
+                keep=block_mask(blocks[row], -(-width // block)) if self.use_blocks else None,
+                keep_block=block,
+            )
+            length = length.flatten()
+            if self.find_blocks:
+                best = fused.best_of_blocks(scores, length, block)
+                chosen = fused.choose(best, (length + block - 1) // block, selection.num_blocks)
+                found_blocks[part] = chosen.unflatten(0, (-1, size))
+            found[part] = fused.choose(scores, length, selection.k).unflatten(0, (-1, size))
 
 
 class LatentAttention(SeededWeights):
@@ -345,6 +435,30 @@ class LatentAttention(SeededWeights):
         """Attention of ``query [T, heads, dim]`` over pages, into ``out``, shaped alike."""
         num_rows, acc = query.shape[0], accumulation_dtype(self.dtype)
         rows = metadata.rows(num_rows)
+        if fused.takes(query):
+            compressed_kv: dict[str, torch.Tensor] = {}
+            for source in self._source:
+                compressed = layer_metadata(source.latents.prefix)
+                assert compressed is not None
+                compressed_kv = {
+                    "chosen": self.selection.entries(num_rows),
+                    "source_cache": source.latents.kv_cache,
+                    "source_table": compressed.block_table,
+                }
+            fused.attend(
+                query,
+                out,
+                positions=positions,
+                request=rows.request,
+                real=rows.real,
+                sink=self.sink[self.my_heads],
+                kv_start=metadata.kv_start,
+                window=self.window,
+                cache=self.swa_cache.kv_cache,
+                block_table=metadata.block_table,
+                **compressed_kv,
+            )
+            return
         lowest = (positions - self.window + 1).clamp(min=0)
         if metadata.kv_start is not None:
             lowest = torch.maximum(lowest, metadata.kv_start.long().index_select(0, rows.request))

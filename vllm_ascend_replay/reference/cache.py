@@ -11,6 +11,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
+from vllm_ascend_replay.reference import fused
 from vllm_ascend_replay.reference.metadata import ReferenceBackend, WindowBackend
 
 # DeepSeek-V4's pages are multiples of this; with it a block that packs several layers' pages keeps every page aligned
@@ -76,7 +77,8 @@ class PagedCache(nn.Module, AttentionLayerBase):
 
     def store(self, slots: torch.Tensor, values: torch.Tensor) -> None:
         """Write ``values [T, width]`` at ``slots`` int64 ``[T]``; negative slots write nothing."""
-        store_rows(self.kv_cache, slots, values)
+        store = fused.store_rows if fused.takes(values) else store_rows
+        store(self.kv_cache, slots, values)
 
     def load(self, block_table: torch.Tensor, request: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
         """Read entries of requests.

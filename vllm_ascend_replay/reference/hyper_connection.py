@@ -6,8 +6,9 @@ import torch
 from torch.nn import functional
 from vllm.triton_utils import tl, triton
 
+from vllm_ascend_replay.reference import fused
 from vllm_ascend_replay.reference.config import ReferenceConfig
-from vllm_ascend_replay.reference.weights import SeededWeights, accumulation_dtype
+from vllm_ascend_replay.reference.weights import SeededWeights, accumulation_dtype, rms_norm
 
 
 def collapse(streams: torch.Tensor, pre_mix: torch.Tensor) -> torch.Tensor:
@@ -23,15 +24,35 @@ def collapse(streams: torch.Tensor, pre_mix: torch.Tensor) -> torch.Tensor:
     return torch.einsum("ti,tih->th", pre_mix, streams.to(pre_mix.dtype)).to(streams.dtype)
 
 
+def collapse_norm(streams: torch.Tensor, mix: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`collapse`, then `rms_norm` with ``weight [H]``: ``[T, H]``."""
+    if fused.takes(streams):
+        return fused.collapse_norm(streams, mix, weight, eps)
+    return rms_norm(collapse(streams, mix), weight, eps)
+
+
+@triton.jit
+def _sum_of_parts(at, mask, step, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = tl.load(at, mask=mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(at + part * step, mask=mask, other=0.0)
+    return total
+
+
 @triton.jit
 def _mixes_kernel(  # type: ignore[no-untyped-def]  # Triton types the arguments.
-    raw_ptr,  # [T, (2 + HC) * HC]
+    raw_ptr,  # [PARTS, T, LINE]: parts of [T, (2 + HC) * HC], then of the sums of squares if NORM
     scale_ptr,  # [3]
     base_ptr,  # [(2 + HC) * HC]
     pre_ptr,  # [T, HC]
     post_ptr,  # [T, HC]
     comb_ptr,  # [T, HC, HC]
     num_rows,
+    width,
+    PARTS: tl.constexpr,
+    LINE: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_EPS: tl.constexpr,
     EPS: tl.constexpr,
     ITERS: tl.constexpr,
     HC: tl.constexpr,
@@ -39,18 +60,23 @@ def _mixes_kernel(  # type: ignore[no-untyped-def]  # Triton types the arguments
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     stream = tl.arange(0, HC)
-    line = row[:, None].to(tl.int64) * (2 + HC) * HC + stream[None, :]
+    line = row.to(tl.int64) * LINE
+    norm = tl.full([ROWS], 1.0, raw_ptr.dtype.element_ty)
+    if NORM:
+        squares = _sum_of_parts(raw_ptr + line + (2 + HC) * HC, row < num_rows, num_rows * LINE, PARTS)
+        norm = tl.rsqrt(squares / width + NORM_EPS)
     mask = (row < num_rows)[:, None] & (stream >= 0)[None, :]
     out = row[:, None].to(tl.int64) * HC + stream[None, :]
-    pre = tl.load(raw_ptr + line, mask=mask, other=0.0) * tl.load(scale_ptr)
+    at = raw_ptr + line[:, None] + stream[None, :]
+    pre = _sum_of_parts(at, mask, num_rows * LINE, PARTS) * norm[:, None] * tl.load(scale_ptr)
     tl.store(pre_ptr + out, tl.sigmoid(pre + tl.load(base_ptr + stream)[None, :]) + EPS, mask=mask)
-    post = tl.load(raw_ptr + HC + line, mask=mask, other=0.0) * tl.load(scale_ptr + 1)
+    post = _sum_of_parts(at + HC, mask, num_rows * LINE, PARTS) * norm[:, None] * tl.load(scale_ptr + 1)
     tl.store(post_ptr + out, 2.0 * tl.sigmoid(post + tl.load(base_ptr + HC + stream)[None, :]), mask=mask)
 
     cell = stream[:, None] * HC + stream[None, :]
-    line = row[:, None, None].to(tl.int64) * (2 + HC) * HC + 2 * HC + cell[None, :, :]
     mask = (row < num_rows)[:, None, None] & (cell >= 0)[None, :, :]
-    comb = tl.load(raw_ptr + line, mask=mask, other=0.0) * tl.load(scale_ptr + 2)
+    at = raw_ptr + line[:, None, None] + 2 * HC + cell[None, :, :]
+    comb = _sum_of_parts(at, mask, num_rows * LINE, PARTS) * norm[:, None, None] * tl.load(scale_ptr + 2)
     comb += tl.load(base_ptr + 2 * HC + cell)[None, :, :]
     comb = tl.exp(comb - tl.max(comb, axis=2)[:, :, None])
     comb = comb / tl.sum(comb, axis=2)[:, :, None] + EPS
@@ -89,17 +115,28 @@ class HyperConnection(SeededWeights):
         Returns:
             ``pre [T, hc]`` (for the next sublayer), ``post [T, hc]`` and ``comb [T, hc, hc]``.
         """
+        if fused.takes(streams) and self.hc in (2, 4, 8):
+            return self._launch(fused.project(streams.flatten(1), self.fn), width=self.fn.shape[1])
         flat = streams.flatten(1).to(self.dtype)
         raw = functional.linear(flat, self.fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.eps)
-        return self._launch(raw) if raw.is_cuda and self.hc in (2, 4, 8) else self._mixes(raw)
+        return self._launch(raw.unsqueeze(0)) if raw.is_cuda and self.hc in (2, 4, 8) else self._mixes(raw)
 
-    def _launch(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`_mixes` in one kernel: on a GPU its many small steps take longer to launch than to run."""
-        num_rows, hc, rows = raw.shape[0], self.hc, 64
+    def _launch(self, raw: torch.Tensor, *, width: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`_mixes` in one kernel: on a GPU its many small steps take longer to launch than to run.
+
+        Args:
+            raw: ``[parts, T, columns]``, summed over the parts: what `_mixes` takes or, with ``width``, the product
+                that is not scaled yet and in the column after it the sums of squares of ``width`` values.
+        """
+        (parts, num_rows, line), hc, rows = raw.shape, self.hc, 64 if raw.shape[1] >= 4096 else 8
         pre, post, comb = raw.new_empty(num_rows, hc), raw.new_empty(num_rows, hc), raw.new_empty(num_rows, hc, hc)
         if num_rows:
             _mixes_kernel[(triton.cdiv(num_rows, rows),)](
-                *(raw, self.scale, self.base, pre, post, comb, num_rows),
+                *(raw, self.scale, self.base, pre, post, comb, num_rows, width),
+                PARTS=parts,
+                LINE=line,
+                NORM=width > 0,
+                NORM_EPS=self.eps,
                 EPS=self.hc_eps,
                 ITERS=self.iters,
                 HC=hc,
@@ -131,5 +168,7 @@ class HyperConnection(SeededWeights):
         Returns:
             ``[T, hc, H]`` in the streams' dtype.
         """
+        if fused.takes(streams):
+            return fused.spread(y, streams, post, comb)
         mixed = torch.einsum("tij,tih->tjh", comb, streams.to(comb.dtype))
         return (mixed + post.unsqueeze(-1) * y.to(post.dtype).unsqueeze(1)).to(streams.dtype)

@@ -123,6 +123,7 @@ class ReferenceMetadata:
     in_graph: bool = False
     """Whether a FULL graph is captured with it: what is derived from it must be computed inside that graph."""
     _rows: Rows | None = None
+    _slots: torch.Tensor | None = None
     _chunk: ReferenceMetadata | None = None
 
     def rows(self, num_rows: int) -> Rows:
@@ -145,6 +146,7 @@ class ReferenceMetadata:
                 query_start_loc=boundaries,
                 slot_mapping=self.slot_mapping[first : first + num_rows],
                 _rows=None,
+                _slots=None,
             )
         return self._chunk
 
@@ -154,10 +156,12 @@ class ReferenceMetadata:
         return Tiles.from_rows(self.rows(num_rows), size)
 
     def slots(self, num_rows: int) -> torch.Tensor:
-        """int64 ``[num_rows]``: `slot_mapping`, and `NO_SLOT` for rows beyond the requests."""
-        slots = self.slot_mapping[:num_rows]
-        slots = functional.pad(slots, (0, num_rows - slots.shape[0]), value=NO_SLOT)
-        return torch.where(self.rows(num_rows).real, slots, NO_SLOT)
+        """int64 ``[num_rows]``: `slot_mapping`, and `NO_SLOT` for rows beyond the requests; computed once."""
+        if self._slots is None or self._slots.shape[0] != num_rows or self.in_graph:
+            slots = self.slot_mapping[:num_rows]
+            slots = functional.pad(slots, (0, num_rows - slots.shape[0]), value=NO_SLOT)
+            self._slots = torch.where(self.rows(num_rows).real, slots, NO_SLOT)
+        return self._slots
 
 
 def layer_metadata(prefix: str) -> ReferenceMetadata | None:

@@ -14,12 +14,12 @@ from vllm.config import VllmConfig
 from vllm_ascend_replay.reference.attention import Compressor, LatentAttention
 from vllm_ascend_replay.reference.config import ReferenceConfig
 from vllm_ascend_replay.reference.engram import Engram, ngram_rows
-from vllm_ascend_replay.reference.hyper_connection import HyperConnection, collapse
+from vllm_ascend_replay.reference.hyper_connection import HyperConnection, collapse_norm
 from vllm_ascend_replay.reference.metadata import layer_metadata
 from vllm_ascend_replay.reference.moe import MoE
 from vllm_ascend_replay.reference.selection import Selection
 from vllm_ascend_replay.reference.sharding import Sharding
-from vllm_ascend_replay.reference.weights import SeededWeights, accumulation_dtype, named_weights, rms_norm
+from vllm_ascend_replay.reference.weights import SeededWeights, accumulation_dtype, named_weights
 from vllm_ascend_replay.tail import ReplayTail
 
 
@@ -87,7 +87,7 @@ class ReferenceLayer(SeededWeights):
         if not self.sharding.queries:
             y = self.sharding.layout.reduce(y)
         streams = self.hc_attn.spread(y, streams, post, comb)
-        x = rms_norm(collapse(streams, pre), self.ffn_norm, self.eps)
+        x = collapse_norm(streams, pre, self.ffn_norm, self.eps)
         pre, post, comb = self.hc_ffn(streams)
         return self.hc_ffn.spread(self.moe(x), streams, post, comb), pre
 
@@ -100,7 +100,7 @@ class ReferenceLayer(SeededWeights):
 
     def _attention_input(self, streams: torch.Tensor, pre_mix: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The normed input of all rows, ``[T, H]``: attention writes the KV of every row on every rank."""
-        x = rms_norm(collapse(streams, pre_mix), self.attn_norm, self.eps)
+        x = collapse_norm(streams, pre_mix, self.attn_norm, self.eps)
         return self.sharding.layout.collect([x], positions.shape[0])[0]
 
 
@@ -233,7 +233,7 @@ class ReplayReferenceForCausalLM(SeededWeights):
                 early_aux += self.layout.collect([streams.mean(dim=1)], num_tokens)
             streams, pre_mix = layer(positions, streams, pre_mix, input_ids, table_rows)
         streams, pre_mix = self.tail(positions, streams, pre_mix, input_ids)
-        hidden = rms_norm(collapse(streams, pre_mix), self.norm, self.config.rms_norm_eps)
+        hidden = collapse_norm(streams, pre_mix, self.norm, self.config.rms_norm_eps)
         hidden = self.layout.collect([hidden], hidden.shape[0] * self.layout.size)[0]
         hidden, aux = self.tail.finish(hidden, early_aux, num_tokens)
         return (hidden, aux) if self.aux_layers else hidden

@@ -8,6 +8,7 @@ from torch.nn import functional
 from vllm.distributed.parallel_state import get_dp_group
 from vllm.forward_context import DPMetadata, get_forward_context
 
+from vllm_ascend_replay.reference import fused
 from vllm_ascend_replay.reference.config import ReferenceConfig
 from vllm_ascend_replay.reference.selection import row_slices
 from vllm_ascend_replay.reference.weights import SeededWeights, accumulation_dtype
@@ -77,9 +78,11 @@ class MoE(SeededWeights):
         metadata = get_forward_context().dp_metadata
         if self.exchange and metadata is not None:
             exchange_rows(x, metadata, self.shares)
+        if self._can_group(x):
+            return self._grouped(x)
         out = torch.empty_like(x)
         for part in row_slices(x.shape[0], self.w1.shape[0] * max(self.w1.shape[1:]) * x.dtype.itemsize):
-            out[part] = self._grouped(x[part]) if self._can_group(x) else self._dense(x[part])
+            out[part] = self._dense(x[part])
         return out
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,6 +122,6 @@ class MoE(SeededWeights):
         def product(values: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
             return torch._grouped_mm(values, matrices.transpose(1, 2), offs=ends)
 
-        y = product(self._activate(product(rows, self.w1), product(rows, self.w3)), self.w2)
-        by_row = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, chosen.shape)
-        return torch.einsum("tk,tkh->th", weights, by_row.to(weights.dtype)).to(x.dtype)
+        y = product(fused.swiglu(product(rows, self.w1), product(rows, self.w3), self.limit), self.w2)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        return fused.combine(y, place.view_as(chosen), weights)

@@ -14,9 +14,9 @@ from vllm_ascend_replay.reference.config import ReferenceConfig
 MAX_BYTES = 1 << 29
 
 
-def row_slices(num_rows: int, bytes_per_row: int) -> Iterator[slice]:
-    """Slices that cover ``num_rows`` so that each temporary stays within `MAX_BYTES`."""
-    step = max(1, MAX_BYTES // max(bytes_per_row, 1))
+def row_slices(num_rows: int, bytes_per_row: int, *, limit: int = MAX_BYTES) -> Iterator[slice]:
+    """Slices that cover ``num_rows`` so that each temporary stays within ``limit`` bytes."""
+    step = max(1, limit // max(bytes_per_row, 1))
     for begin in range(0, num_rows, step):
         yield slice(begin, min(begin + step, num_rows))
 
@@ -49,15 +49,19 @@ def best_blocks(scores: torch.Tensor, lengths: torch.Tensor, *, block: int, k: i
     return functional.pad(torch.where(values > -math.inf, blocks, -1), (0, k - blocks.shape[1]), value=-1)
 
 
-def mask_blocks(scores: torch.Tensor, blocks: torch.Tensor, *, block: int) -> torch.Tensor:
-    """``scores [T, n]`` with ``-inf`` outside ``blocks [T, k]`` (-1: none) of ``block`` entries."""
-    num_rows, width = scores.shape
-    num_blocks = -(-width // block)
-    keep = torch.zeros((num_rows, num_blocks + 1), dtype=torch.bool, device=scores.device)
+def block_mask(blocks: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """bool ``[..., num_blocks]``: whether a block is among ``blocks [..., k]``; -1: none."""
+    keep = torch.zeros((*blocks.shape[:-1], num_blocks + 1), dtype=torch.bool, device=blocks.device)
     # The last column takes the -1s, and blocks past this step's width, which hold nothing visible.
     outside = (blocks < 0) | (blocks >= num_blocks)
-    keep.scatter_(1, torch.where(outside, num_blocks, blocks.long()), True)
-    keep = keep[:, :num_blocks].repeat_interleave(block, 1)[:, :width]
+    keep.scatter_(-1, torch.where(outside, num_blocks, blocks.long()), True)
+    return keep[..., :num_blocks].contiguous()
+
+
+def mask_blocks(scores: torch.Tensor, blocks: torch.Tensor, *, block: int) -> torch.Tensor:
+    """``scores [T, n]`` with ``-inf`` outside ``blocks [T, k]`` (-1: none) of ``block`` entries."""
+    width = scores.shape[1]
+    keep = block_mask(blocks, -(-width // block)).repeat_interleave(block, 1)[:, :width]
     return scores.masked_fill(~keep, -math.inf)
 
 
