@@ -1,6 +1,8 @@
 # Everything is set up under .venv/ in this repository; a second run reuses it.
 PYTHON ?= python3.11
 CPU := .venv/cpu
+# Compiling every module of vLLM and PyTorch takes longer than installing them; Python compiles what it imports.
+PIP_FLAGS := -q --disable-pip-version-check --no-compile
 export OMP_NUM_THREADS ?= 1
 export VLLM_NO_USAGE_STATS = 1
 export HF_HUB_OFFLINE = 1
@@ -16,8 +18,8 @@ include $(wildcard mk/*.mk)
 # The real vLLM engine on a CPU, this package and the interpreting Triton backend.
 $(CPU)/.ready: requirements/cpu.txt tools/triton-interpreter/pyproject.toml pyproject.toml
 	$(PYTHON) -m venv --clear $(CPU)
-	$(CPU)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/cpu.txt
-	$(CPU)/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . -e tools/triton-interpreter
+	$(CPU)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r requirements/cpu.txt
+	$(CPU)/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e . -e tools/triton-interpreter
 	@touch $@
 
 setup: $(CPU)/.ready  ## Make the CPU environment.

@@ -3,7 +3,7 @@
 
 ASCEND_PYTHON ?= python3.11
 ASCEND := .venv/ascend
-ASCEND_PIP := $(ASCEND)/bin/python -m pip install -q --disable-pip-version-check --no-deps
+ASCEND_PIP := $(ASCEND)/bin/python -m pip install $(PIP_FLAGS) --no-deps
 ASCEND_REQUIREMENTS := requirements/ascend-cpu.txt
 ASCEND_PROFILES := A2 A5
 # What both profiles share is tested on one of them.

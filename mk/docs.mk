@@ -5,7 +5,7 @@ TEST_TARGETS += docs
 
 $(DOCS)/.ready: requirements/docs.txt
 	$(PYTHON) -m venv --clear $(DOCS)
-	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/docs.txt
+	$(DOCS)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r requirements/docs.txt
 	@touch $@
 
 .PHONY: docs docs-serve bench-stats

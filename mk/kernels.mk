@@ -6,7 +6,7 @@ TEST_TARGETS += check-kernels
 
 $(KERNELS)/.ready: requirements/kernels.txt
 	$(KERNELS_PYTHON) -m venv --clear $(KERNELS)
-	$(KERNELS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/kernels.txt
+	$(KERNELS)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r requirements/kernels.txt
 	@touch $@
 
 .PHONY: check-kernels

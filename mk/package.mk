@@ -6,7 +6,7 @@ TEST_TARGETS += package
 
 $(PACKAGE)/.ready: requirements/package.txt
 	$(PYTHON) -m venv --clear $(PACKAGE)
-	$(PACKAGE)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/package.txt
+	$(PACKAGE)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r requirements/package.txt
 	@touch $@
 
 .PHONY: package
