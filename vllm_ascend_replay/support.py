@@ -35,10 +35,28 @@ class Gate:
     """What was found, or a false value where the gate does not apply."""
 
 
-def _speculator(s: Situation) -> str:
+def _drafter(s: Situation) -> str:
+    """What drafts and why that is a reason; empty where the drafter reads no trimmed row."""
     speculative = s.vllm_config.speculative_config
     method = getattr(speculative, "method", None) if speculative is not None else None
-    return "" if method in (None, "ngram", "ngram_gpu") else str(method)
+    if method in (None, "ngram", "ngram_gpu"):
+        return ""
+    reads = f"{method!r} reads rows of the prompt that replay trims"
+    if method != "dspark":
+        return reads
+    if not getattr(s.model, "runs_dspark", False):
+        return f"{method!r} is not one that this host runs beside its DeepSeek-V4.1"
+    if _sharded(s):
+        return f"{method!r} is not supported where sequence or context parallelism shares a step's rows out"
+    draft = speculative.draft_model_config.hf_text_config
+    window = int(getattr(draft, "sliding_window", None) or 0)
+    others = sorted({str(kind) for kind in getattr(draft, "layer_types", None) or ()} - {"sliding_attention"})
+    if others:
+        return f"{reads}: it has layers of {', '.join(others)}"
+    if not 0 < window <= s.plan.window:
+        found = f"its window is {window} tokens, the model's {s.plan.window}" if window else "it has no sliding window"
+        return f"{reads}: {found}"
+    return ""
 
 
 def _parallel(name: str) -> Callable[[Situation], Any]:
@@ -160,7 +178,7 @@ GATES: tuple[Gate, ...] = (
         lambda s: 0 <= s.plan.candidate_source < s.plan.cut and str(s.plan.candidate_source),
     ),
     Gate("late-engram", "Engram runs in layers {found}, at or after the cut", _engram_after_cut),
-    Gate("drafter", "the drafter {found!r} reads rows of the prompt that replay trims", _speculator),
+    Gate("drafter", "the drafter {found}", _drafter),
     Gate(
         "pooling",
         "pooling reads every row",
@@ -255,8 +273,8 @@ def unsupported_reason(vllm_config: Any, model: Any) -> str | None:
     Args:
         vllm_config: vLLM's configuration.
         model: the loaded model or what the host knows of it (its optional attributes ``caps_prefix_hits``,
-            ``shards_tokens``, ``shares_context``, ``has_engram`` and ``relabels_prefill_as_decode`` are read), or
-            ``None``.
+            ``shards_tokens``, ``shares_context``, ``has_engram``, ``runs_dspark`` and ``relabels_prefill_as_decode``
+            are read), or ``None``.
     """
     try:
         plan = read_layer_plan(vllm_config.model_config.hf_text_config)

@@ -129,6 +129,36 @@ def test_sharded_states_are_fine_where_the_host_knows_how_they_lie():
     assert unsupported_reason(config(prefill_context_parallel_size=2), SimpleNamespace(shares_context=True)) is None
 
 
+DSPARK = SimpleNamespace(runs_dspark=True)
+
+
+def dspark(**changes):
+    draft = SimpleNamespace(**{"sliding_window": 128, **changes})
+    model = SimpleNamespace(hf_text_config=draft)
+    return config(speculative_config=SimpleNamespace(method="dspark", draft_model_config=model))
+
+
+def test_dspark_is_fine_where_it_reads_the_kept_rows_only():
+    assert unsupported_reason(dspark(), DSPARK) is None
+    assert unsupported_reason(dspark(sliding_window=64, layer_types=["sliding_attention"] * 3), DSPARK) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "words"),
+    [
+        ({"sliding_window": 129}, DSPARK, "its window is 129 tokens, the model's 128"),
+        ({"sliding_window": None}, DSPARK, "it has no sliding window"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, DSPARK, "it has layers of full_attention"),
+        ({}, MODEL, "'dspark' is not one that this host runs"),
+        ({}, SimpleNamespace(runs_dspark=True, shards_tokens=True), "sequence or context parallelism"),
+    ],
+)
+def test_dspark_is_refused_by_what_was_found(changes, model, words):
+    reason = unsupported_reason(dspark(**changes), model)
+    assert reason.startswith("the drafter 'dspark' ")
+    assert words in reason
+
+
 @pytest.mark.parametrize("method", [None, "ngram"])
 def test_ngram_is_fine(method):
     assert unsupported_reason(config(speculative_config=SimpleNamespace(method=method)), MODEL) is None

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_ascend_replay.ascend.seams import ARCHITECTURE, missing_seam
+from vllm_ascend_replay.ascend.seams import ARCHITECTURE, DRAFT_ARCHITECTURE, missing_seam
 from vllm_ascend_replay.config import read_settings
 from vllm_ascend_replay.support import unsupported_reason
 
@@ -81,6 +81,7 @@ def facts(vllm_config: Any) -> SimpleNamespace:
         shares_context=True,
         shards_tokens=bool(parallel.use_sequence_parallel_moe or _ascend_option(vllm_config, "enable_dsa_cp")),
         has_engram=bool(engram_layers) and getattr(vllm_config, "engram_config", None) is not None,
+        runs_dspark=DRAFT_ARCHITECTURE in _draft_architectures(vllm_config),
         relabels_prefill_as_decode=bool(_ascend_option(vllm_config, "recompute_scheduler_enable")),
     )
 
@@ -91,6 +92,12 @@ def off_reason(vllm_config: Any) -> str | None:
     The scheduler's process and the workers ask alike, so it looks at the configuration only, not at a loaded model.
     """
     return unsupported_reason(vllm_config, facts(vllm_config)) or missing_seam()
+
+
+def _draft_architectures(vllm_config: Any) -> list[str]:
+    """What vllm-ascend takes the draft model's configuration for; empty without a draft model."""
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    return list(getattr(draft, "architectures", None) or ())
 
 
 def _ascend_option(vllm_config: Any, name: str) -> Any:

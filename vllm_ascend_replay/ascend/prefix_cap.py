@@ -13,6 +13,7 @@ below its first kept position `begin`. Two rules keep hits right:
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 from vllm_ascend_replay.ascend.seams import ARCHITECTURE
@@ -194,12 +195,16 @@ def cap_scheduler(scheduler: Any, vllm_config: Any) -> HitCap | None:
 
 
 def late_window_groups(kv_cache_config: Any, plan: LayerPlan) -> tuple[set[int], int]:
-    """KV cache groups that hold a late layer's window KV, and the positions per block of it."""
-    suffixes = tuple(f".layers.{i}.self_attn.swa_cache" for i in range(plan.cut + 1, plan.num_layers))
+    """KV cache groups that hold a late layer's window KV, and the positions per block of it.
+
+    A drafter's group is one of them: its KV is made of the late layers' aux states, which have the same holes.
+    """
+    late = "|".join(map(str, range(plan.cut + 1, plan.num_layers)))
+    windows = re.compile(rf"(?:^|\.)(?:layers\.(?:{late})|mtp\.\d+)\.self_attn\.swa_cache$")
     groups, blocks = set(), set()
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         for name in group.layer_names:
-            if name.endswith(suffixes):
+            if windows.search(name):
                 groups.add(index)
                 specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
                 blocks.add(int((specs[name] if specs else group.kv_cache_spec).block_size))

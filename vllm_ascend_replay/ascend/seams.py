@@ -9,6 +9,8 @@ from typing import Any
 
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 """Kept as it is: vllm-ascend compares it."""
+DRAFT_ARCHITECTURE = "DeepseekV41DSparkModel"
+"""vllm-ascend's DSpark drafter of DeepSeek-V4.1: all its layers slide."""
 
 _BUILD_ARGUMENTS = (
     "attn_groups",

@@ -1,0 +1,204 @@
+"""DSpark beside decoder replay: vllm-ascend's own drafter reads the prompt's last W rows, all of them kept.
+
+The target verifies every draft, so a wrong draft costs speed and never a token: the tests compare what is drafted.
+"""
+
+import functools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ascend.support import BLOCK, WINDOW, make_session
+from tests.ascend.test_replay import check
+from tests.npu_emulator import ON_A5, caches
+from tests.npu_emulator.session import tokens
+from tests.npu_emulator.tiny import DRAFTS, DSPARK, make_vllm_config
+from vllm_ascend_replay.ascend import off_reason
+from vllm_ascend_replay.ascend.prefix_cap import late_window_groups
+from vllm_ascend_replay.layer_plan import read_layer_plan
+
+# The first prompt ends in a chunk of 5 rows, less than a window. Both are bounded, also in `exact`, which keeps more.
+CHUNK, LENGTHS = (48, (101, 90)) if ON_A5 else (95, (290, 280))
+PROMPTS = {name: tokens(n, n) for name, n in zip("ab", LENGTHS)}
+OUTPUT, WORDS = 7, 6
+
+
+def start(*, drafts=True, engine=None, **config):
+    """A session whose model and drafter say few different words, so that some drafts stand."""
+    s = make_session(engine={**(DRAFTS if drafts else {}), **(engine or {})}, **DSPARK, **config)
+    heads = [s.rank.model.language_model.lm_head]
+    if drafts:
+        heads.append(s.rank.drafter.model.model.markov_head.markov_w2)
+    with torch.no_grad():
+        for head in heads:
+            head.weight[WORDS:] = 0
+    return s
+
+
+def serve(s):
+    """Two prompts in chunks, the second beside decodes, and the first preempted while it decodes."""
+    preempted = []
+
+    def preempt(session):
+        if not preempted and len(session.traces["a"].output) >= 4:
+            preempted.append(True)
+            session.preempt("a")
+
+    s.run(PROMPTS, CHUNK, max_tokens=OUTPUT, arrivals={"b": len(PROMPTS["a"]) // CHUNK + 1}, each_step=preempt)
+    assert len(s.traces["a"].hits) == 2
+    return s
+
+
+def output(s):
+    return {name: s.traces[name].output for name in PROMPTS}
+
+
+def drafts(*traces):
+    """Every proposed token [n] and what the drafter's head read [n, H], step by step; nothing is NaN."""
+    found = [d for t in traces for d in t.drafts]
+    assert found
+    assert not any(bool(d.hidden.isnan().any()) for d in found)
+    return found
+
+
+def equal(some, others):
+    return len(some) == len(others) and all(
+        torch.equal(x.hidden, y.hidden) and torch.equal(x.tokens, y.tokens) for x, y in zip(some, others)
+    )
+
+
+class Spoiler:
+    """Overwrites the late aux states of rows that were not kept, which are zeros, with `value` times random numbers."""
+
+    def __init__(self, s, value):
+        self.finish, self.value, self.rows = s.rank.text.replay_tail.finish, value, 0
+        s.rank.text.replay_tail.finish = self
+
+    def __call__(self, hidden, early_aux, num_tokens):
+        hidden, aux = self.finish(hidden, early_aux, num_tokens)
+        for state in aux[len(early_aux) :]:
+            dropped = (state == 0).all(-1)
+            noise = torch.randn(state.shape, generator=torch.Generator().manual_seed(self.rows)) * self.value
+            state[dropped] = noise.to(state.dtype)[dropped]
+            self.rows += int(dropped.sum())
+        return hidden, aux
+
+
+@functools.cache
+def served(**config):
+    """Tokens and drafts of `serve`; dropped rows are NaN to the drafter."""
+    s = start(**config)
+    spoiler = Spoiler(s, math.nan) if config.get("replay", True) else None
+    serve(s)
+    if spoiler is not None:
+        assert any(0 < step.kept < step.rows and step.reqs > 1 for step in s.steps)
+    if not config.get("drafts", True):
+        return output(s), []
+    assert spoiler is None or spoiler.rows
+    found = drafts(*s.traces.values())
+    # Some drafts stood: fewer steps than tokens.
+    assert len(found) < len(PROMPTS) * OUTPUT
+    return output(s), found
+
+
+# ---- tokens and drafts ----------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_those_without_a_drafter():
+    assert served()[0] == served(drafts=False)[0]
+
+
+def test_exact_drafts_what_is_drafted_without_the_package():
+    """Every token of every draft, and the very rows it is read from; `window` is close, as the target is."""
+    want, got = served(replay=False), served(keep="exact")
+    assert got[0] == want[0]
+    assert equal(got[1], want[1])
+    assert not equal(served()[1], want[1])
+
+
+@pytest.mark.parametrize("policy", ["final", "chunk"])
+def test_dropped_rows_are_never_read(policy):
+    """Whatever the drafter finds in the trimmed rows, it drafts the same from the same states.
+
+    The last chunk is shorter than the window: under `chunk` the window's other rows were kept by the chunk before.
+    """
+    s = start(policy=policy)
+    spoiler = Spoiler(s, math.nan)
+    s.run({"nan": PROMPTS["a"]}, CHUNK, max_tokens=2)
+    spoiler.value = 3.0
+    s.run({"noise": PROMPTS["a"]}, CHUNK, max_tokens=2)
+    assert spoiler.rows
+    assert equal(drafts(s.traces["nan"]), drafts(s.traces["noise"]))
+    check(s, "nan")
+
+
+# ---- prefix hits ----------------------------------------------------------------------------------------------------
+
+
+def test_hits_draft_what_a_cold_run_drafts():
+    s = start(engine={"enable_prefix_caching": True}, min_saved=BLOCK * 2 - 6)
+    long, short = tokens(BLOCK * 2 + 80, 3), tokens(BLOCK * 2 + 4, 4)
+    for cold, again, prompt in (("a", "b", long), ("c", "d", short)):
+        for name in (cold, again):
+            s.run({name: prompt}, 200, max_tokens=3)
+        cold, again = s.traces[cold], s.traces[again]
+        assert (cold.hits, again.hits) == ([0], [BLOCK * 2])
+        assert again.output == cold.output
+        assert equal(drafts(again), drafts(cold))
+    # A prompt that is not bounded reads cached rows below its hit, and so does its drafter: no page with holes.
+    s.run({"e": long[: len(short)]}, max_tokens=1)
+    assert s.traces["e"].hits == [0]
+    groups, _ = late_window_groups(s.rank.kv_config, read_layer_plan(s.rank.text.config))
+    late = {name for g in groups for name in s.rank.kv_config.kv_cache_groups[g].layer_names}
+    assert late >= set(s.rank.drafter.model.get_draft_kv_cache_layer_names())
+
+
+# ---- gate and controls ----------------------------------------------------------------------------------------------
+
+
+def test_gate():
+    config = make_vllm_config(engine=DRAFTS, **DSPARK)
+    assert off_reason(config) is None
+    draft = config.speculative_config.draft_model_config
+    draft.hf_text_config.sliding_window = WINDOW + 1
+    assert off_reason(config).endswith("its window is 17 tokens, the model's 16")
+    draft.hf_text_config.sliding_window = WINDOW
+    assert off_reason(config) is None
+    draft.model_arch_config = replace(draft.model_arch_config, architectures=["Qwen3DSparkModel"])
+    assert "'dspark' is not one that this host runs" in off_reason(config)
+
+
+# On A2 a bounded window begins at a multiple of the block: of this prompt, not one row more than a window is kept.
+TIGHT = tokens(BLOCK + WINDOW, 5)
+
+
+def test_a_window_of_one_more_row_is_noticed(monkeypatch):
+    s = start()
+    Spoiler(s, math.nan)
+    for wider in (0, 1):
+
+        def windows(block_table, num_drafts, window, *args, wider=wider, **kwargs):
+            return caches.draft_window_indices(block_table, num_drafts, window + wider, *args, **kwargs)
+
+        monkeypatch.setattr("vllm_ascend.attention.dsa_v41.build_dspark_swa_indices", windows)
+        s.run({f"{wider}": TIGHT}, max_tokens=1)
+        assert s.steps[-1].kept == WINDOW
+        assert bool(s.traces[f"{wider}"].drafts[0].hidden.isnan().any()) == bool(wider)
+
+
+def test_rows_scattered_to_their_neighbours_are_noticed():
+    s = start()
+    s.run({"right": TIGHT}, max_tokens=1)
+    finish = s.rank.text.replay_tail.finish
+
+    def shifted(*args):
+        hidden, aux = finish(*args)
+        return hidden, [state.roll(1, 0) for state in aux]
+
+    s.rank.text.replay_tail.finish = shifted
+    s.run({"wrong": TIGHT}, max_tokens=1)
+    right, wrong = s.traces["right"], s.traces["wrong"]
+    assert wrong.output == right.output
+    assert not equal(drafts(wrong), drafts(right))
