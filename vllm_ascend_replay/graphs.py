@@ -11,6 +11,7 @@ eagerly.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -19,6 +20,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor, get_forward_context, set_forward_context
@@ -58,10 +63,14 @@ class GraphHost:
     """Tensors by name that the pieces read, that somebody else owns and may move, such as a workspace."""
     row_multiple: int = 1
     """Buckets are multiples of this: the ranks that share the rows evenly."""
+    can_capture: Callable[[int], bool] = lambda rows: True
+    """Whether a batch of ``rows`` takes a path that a graph can hold. Batches of other sizes run eagerly."""
     streams: int | None = None
-    """Pieces that the device can hold, less those of the model's own graphs; ``None``: any number."""
+    """Pieces that the device can hold; ``None``: any number."""
     comm_groups: int = 0
     """Communication groups that the pieces use; they count against ``streams``."""
+    model_pieces: int = 0
+    """Pieces of the model's own graphs; they count against ``streams``."""
     pieces_per_layer: int = 1
     """Eager breaks of one layer."""
 
@@ -91,7 +100,8 @@ class AddressGuard:
     """Finds a tensor that is no longer where the graphs read it.
 
     The inputs and the watched tensors, which somebody else owns, are looked at in every check. The layers' weights
-    are many, so each check looks at the next few of them.
+    are many. One that is replaced is found by the next check, because modules tell when a parameter or buffer is set;
+    one whose memory is exchanged under it (``weight.data = ...``) tells nobody, so each check looks at the next few.
     """
 
     WEIGHTS_PER_CHECK = 128
@@ -118,6 +128,19 @@ class AddressGuard:
         self._stores, self._keys = [s for s, _ in places.values()], [k for _, k in places.values()]
         self._weights = self._weight_addresses(0, len(places))
         self._next = 0
+        self._replaced = False
+        """A weight was set: look at all of them."""
+        layers = [module for module in modules.values() if isinstance(module, nn.Module)]
+        owners = {id(owner) for layer in layers for owner in layer.modules()}
+        this = weakref.ref(self)
+
+        def tell(module: nn.Module, name: str, value: Any) -> None:
+            guard = this()
+            if guard is not None and id(module) in owners:
+                guard._replaced = True
+
+        for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
+            weakref.finalize(self, register(tell).remove)
 
     def snapshot(self, kept: KeptRows) -> list[int]:
         """Where the inputs, which the rows bring along, and the watched tensors are now."""
@@ -128,19 +151,28 @@ class AddressGuard:
         now = self.snapshot(kept)
         if now != addresses:
             return next(name for name, a, b in zip((*self.INPUTS, *self.names), now, addresses) if a != b)
-        begin = self._next
-        end = min(begin + self.WEIGHTS_PER_CHECK, len(self._keys))
-        self._next = 0 if end == len(self._keys) else end
+        if self._replaced:
+            begin, end = 0, len(self._keys)
+        else:
+            begin = self._next
+            end = min(begin + self.WEIGHTS_PER_CHECK, len(self._keys))
+            self._next = 0 if end == len(self._keys) else end
         weights = self._weight_addresses(begin, end)
         if weights != self._weights[begin:end]:
             return next(
                 name for name, a, b in zip(self.weight_names[begin:end], weights, self._weights[begin:end]) if a != b
             )
+        self._replaced = False
         return None
 
     def _weight_addresses(self, begin: int, end: int) -> list[int]:
-        tensors = map(dict.__getitem__, self._stores[begin:end], self._keys[begin:end])
-        return list(map(_address, tensors))
+        stores, keys = self._stores[begin:end], self._keys[begin:end]
+        try:
+            return list(map(_address, map(dict.__getitem__, stores, keys)))
+        except (KeyError, TypeError):
+            # One is gone.
+            found = (store.get(key) for store, key in zip(stores, keys))
+            return [0 if tensor is None else tensor.data_ptr() for tensor in found]
 
 
 class ReplayGraphs:
@@ -342,7 +374,9 @@ class ReplayGraphs:
         kept = batch.kept
         assert kept is not None
         bucket = self.buckets.get(kept.num_padded)
-        if bucket is None or bucket.failed or not self._captured(bucket.rows) or len(states) != len(bucket.states):
+        if bucket is None or bucket.failed or not self._captured(bucket.rows):
+            return None
+        if len(states) != len(bucket.states) or len(self.tail.aux_layers) != len(bucket.aux):
             return None
         assert self._guard is not None
         moved = self._guard.moved(kept, bucket.addresses)
@@ -454,8 +488,11 @@ def choose_sizes(
             align=align,
             multiple=host.row_multiple,
         )
+    if eager := [size for size in sizes if not host.can_capture(size)]:
+        logger.info("replay batches of %s rows run eagerly: no graph can hold them", ", ".join(map(str, eager)))
+        sizes = [size for size in sizes if size not in eager]
     pieces = num_layers * host.pieces_per_layer + 2
-    allowed = max_buckets(streams=host.streams, pieces=pieces, comm_groups=host.comm_groups)
+    allowed = max_buckets(streams=host.streams, pieces=pieces, comm_groups=host.comm_groups, used=host.model_pieces)
     fitted = fit_sizes(sizes, allowed, needed=prompt_rows(keep_last, align))
     if len(fitted) < len(sizes):
         logger.warning(

@@ -122,9 +122,7 @@ class ReplayTail:
         """
         self.layers = list(enumerate(layers))[cut:]
         self.cut = cut
-        self.aux_layers = sorted(i for i in aux_layers if i >= cut)
-        self.has_early_aux = any(i < cut for i in aux_layers)
-        """Whether aux states of layers before the cut stay alive while the replay layers run."""
+        self.set_aux_layers(aux_layers)
         self.run_layer = run_layer
         self.write_kv: WriteKV = write_kv or self.layers[0][1].write_kv
         self.layout = layout
@@ -138,6 +136,12 @@ class ReplayTail:
         self._first_states: list[torch.Tensor] | None = []
         self._aux: list[torch.Tensor] = []
         self._outputs: BreakOutputs | None = None
+
+    def set_aux_layers(self, layers: Collection[int]) -> None:
+        """Take the layers whose entering streams are handed out, as the constructor does."""
+        self.aux_layers = sorted(i for i in layers if i >= self.cut)
+        self.has_early_aux = any(i < self.cut for i in layers)
+        """Whether aux states of layers before the cut stay alive while the replay layers run."""
 
     @property
     def stages(self) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:

@@ -1,5 +1,6 @@
 """These tests run the released vllm-ascend on emulated operators: one process per NPU_EMU_DEVICE (A2, A5)."""
 
+import os
 from importlib.util import find_spec
 
 import pytest
@@ -9,6 +10,8 @@ if find_spec("vllm_ascend") is None:
 
 from tests.npu_emulator import activate
 
+# vLLM settles it when it is imported; without it there are no replay graphs to test.
+os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
 activate()
 
 from tests.ascend import support  # noqa: E402

@@ -92,11 +92,23 @@ def register():
     plugin.register()
 
 
-def make_session(*, keep=None, policy=None, min_saved=None, blocks=256, replay=True, after_cut=False, **config):
+def make_session(
+    *,
+    keep=None,
+    policy=None,
+    min_saved=None,
+    graphs=None,
+    graph_sizes=None,
+    debug=None,
+    blocks=256,
+    replay=True,
+    after_cut=False,
+    **config,
+):
     """A poisoned session with replay on.
 
     Args:
-        keep, policy, min_saved: the settings of those names.
+        keep, policy, min_saved, graphs, graph_sizes, debug: the settings of those names.
         blocks: KV cache blocks.
         replay: False leaves vllm-ascend without the package.
         after_cut: run the layers after the cut on kept rows and the cut layer in full (the second opinion).
@@ -107,7 +119,8 @@ def make_session(*, keep=None, policy=None, min_saved=None, blocks=256, replay=T
     checks.forget()
     gc.collect()  # models and caches of earlier sessions hold each other
     without_package()
-    with settings(keep=keep, policy=policy, min_saved=min_saved):
+    names = {"graphs": graphs, "graph_sizes": graph_sizes, "debug": debug}
+    with settings(keep=keep, policy=policy, min_saved=min_saved, **names):
         if replay:
             register()
         rank = Rank(make_vllm_config(**config), num_blocks=blocks)

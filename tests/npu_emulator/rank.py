@@ -33,11 +33,15 @@ def init_groups(vllm_config, rank=0, method=None):
         init_ascend_model_parallel(vllm_config.parallel_config, vllm_config.engram_config)
 
 
-def reset_rope():
-    """Forgets the RoPE tables and buffers: they are process-wide and sized by the first configuration."""
+def forget_process_state():
+    """Forgets what is process-wide and set by the first configuration: RoPE tables, parameters of FULL graphs."""
+    from vllm_ascend.compilation import acl_graph
     from vllm_ascend.ops import rope_dsv4
 
     rope_dsv4._ROPE_STATE = rope_dsv4.RopeGlobalState()
+    for name in ("_graph_params", "_draft_graph_params", "_draft_graph_prefill_params"):
+        assert hasattr(acl_graph, name)
+        setattr(acl_graph, name, None)
 
 
 class Rank:
@@ -63,7 +67,7 @@ class Rank:
         from vllm_ascend.worker.v2.model_runner import NPUModelRunner
 
         patches.install()
-        reset_rope()
+        forget_process_state()
         self.config = vllm_config
         init_ascend_config(vllm_config)
         register_ascend_customop(vllm_config)

@@ -288,6 +288,9 @@ def mixed_quant_sparse_flash_mla(
             (cmp_kv, cmp_sparse_indices, cmp_topk_length, cmp_block_table, as_ints(seqused_cmp_kv), COMPRESSED)
         )
     for r, (lo, hi) in enumerate(pairwise(starts)):
+        if not sides[0][4][r]:
+            # A padding request of a FULL graph: nobody reads its rows.
+            continue
         for a in range(lo, hi, 32):
             rows, keys, masks = slice(a, min(a + 32, hi)), [], []
             for cache, indices, lengths, table, used, kind in sides:

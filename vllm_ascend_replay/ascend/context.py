@@ -44,13 +44,16 @@ def replay_context(
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
             batch_descriptor=descriptor,
         )
+        if kept.num_padded > kept.plan.num_rows and extra.get("mc2_mask") is not None:
+            # Padding rows are no tokens to the experts. In place: a graph reads the mask where it was captured.
+            torch.logical_not(kept.padding_mask(), out=extra["mc2_mask"][: kept.num_padded])
         try:
             with nested_context(
                 attn_metadata=attn_metadata,
                 slot_mapping=slot_mapping,
                 dp_metadata=dp_metadata,
                 batch_descriptor=descriptor,
-                is_padding=None if outer.is_padding is None else layout.shard(kept.rows < 0, 1),
+                is_padding=None if outer.is_padding is None else layout.shard(kept.padding_mask(), 1),
                 additional_kwargs={**outer.additional_kwargs, **extra},
             ) as inner:
                 yield inner

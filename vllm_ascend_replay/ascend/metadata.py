@@ -221,6 +221,9 @@ class TailMetadata:
         common = {
             "num_reqs": len(requests.row_lens_np),
             "num_tokens": kept.num_padded,
+            # Attention sees no padding: those rows come out as zeros.
+            "num_actual_tokens": int(boundaries[-1]),
+            "num_input_tokens": kept.num_padded,
             "query_start_loc_gpu": kept.boundaries,
             "query_start_loc_cpu": torch.from_numpy(boundaries),
             "max_query_len": requests.max_query_len,
@@ -235,10 +238,8 @@ class TailMetadata:
         if share is None:
             common["model_specific_attn_metadata"] = OwnRope(get_cos_and_sin_dsa(kept.positions, use_cache=False))
         else:
-            # These builders have RoPE buffers of their own, and no more queries than this rank has rows.
+            # These builders have RoPE buffers of their own.
             common["pcp_context"], common["slot_mappings"] = share.context, share.slot_mappings
-            common["num_actual_tokens"] = int(boundaries[-1])
-            common["num_input_tokens"] = kept.num_padded
         whole = {"seq_lens": requests.seq_lens, "seq_lens_np": requests.seq_lens_np}
         # The cut layer's KV is in the cache for every row. Rows of a smaller batch may differ in their last bits, and
         # other requests hit those pages: the cut layer writes nothing a second time.

@@ -8,6 +8,7 @@ stack, iterating over the layers yields the layers before the cut and then one o
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -104,7 +105,14 @@ class ReplayTextModel:
             return
         layers = list(self.layers)  # type: ignore[has-type]
         self.replay_tail = make_tail(layers, plan.cut, states_layout(vllm_config))
+        self.replay_tail.moe_layers_before = moe_layers_before(vllm_config, plan.cut)
         self.layers = SplitLayers(layers, TailLayer(self.replay_tail))
+
+    def place_aux_layers(self) -> None:
+        """Tell the tail which aux states are wanted; the runner may settle it after the model was made."""
+        assert self.replay_tail is not None
+        # The runner counts aux layers from one; a layer's aux state is the streams entering it.
+        self.replay_tail.set_aux_layers([i - 1 for i in self.aux_hidden_state_layers])  # type: ignore[attr-defined]
 
     def drop_tail(self) -> None:
         """Make the model what it would be without this package."""
@@ -119,9 +127,7 @@ class ReplayTextModel:
         tail = self.replay_tail
         if tail is None:
             return super().forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
-        # The runner counts aux layers from one; a layer's aux state is the streams entering it.
-        wanted = [i - 1 for i in self.aux_hidden_state_layers]  # type: ignore[attr-defined]
-        tail.aux_layers = sorted(i for i in wanted if i >= tail.cut)
+        self.place_aux_layers()
         with self.layers.split():
             out = super().forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
         hidden, early_aux = out if isinstance(out, tuple) else (out, [])
@@ -134,6 +140,13 @@ def states_layout(vllm_config: Any) -> Layout:
     if not vllm_config.parallel_config.use_sequence_parallel_moe:
         return WHOLE
     return TokenShards(GroupRanks(get_tp_group().device_group))
+
+
+def moe_layers_before(vllm_config: Any, cut: int) -> int:
+    """MoE layers before the cut: what the forward context counts until then, known before a first forward."""
+    names = getattr(vllm_config.compilation_config, "static_all_moe_layers", None) or ()
+    found = (re.search(r"\blayers\.(\d+)\.", name) for name in names)
+    return sum(match is not None and int(match[1]) < cut for match in found)
 
 
 def make_tail(layers: list[Any], cut: int, layout: Layout = WHOLE) -> ReplayTail:

@@ -10,14 +10,24 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
+from vllm_ascend_replay.ascend import facts
 from vllm_ascend_replay.ascend.context import replay_context
 from vllm_ascend_replay.ascend.context_parallel import ContextSharing
+from vllm_ascend_replay.ascend.graphs import make_graph_host
 from vllm_ascend_replay.ascend.metadata import ReplayRequests, TailLayout, TailMetadata, unreachable_pages
 from vllm_ascend_replay.ascend.prefix_cap import hit_limit
+from vllm_ascend_replay.ascend.seams import GRAPH_SEAMS, missing_seam
 from vllm_ascend_replay.batch import KeptRows, ReplayBatch
 from vllm_ascend_replay.config import read_settings
-from vllm_ascend_replay.model_state import ReplayModelState, StepInputs, keeps_every_row
+from vllm_ascend_replay.model_state import (
+    ReplayModelState,
+    StepInputs,
+    capture_replay_graphs,
+    forbid_bounded_decode_graphs,
+    keeps_every_row,
+)
 from vllm_ascend_replay.plan import ReplayPlan
+from vllm_ascend_replay.tail import ReplayTail
 
 logger = init_logger("vllm.vllm_ascend_replay")
 
@@ -62,6 +72,20 @@ class AscendReplayState(ReplayModelState):
             self._layout.window,
             self.window_align,
         )
+        self._turn_graphs_on(tail)
+
+    def _turn_graphs_on(self, tail: ReplayTail) -> None:
+        """Run the replay layers in graphs where that is possible; else one line says why they run eagerly."""
+        from vllm_ascend.worker.v2.model_runner import NPUModelRunner
+
+        forbid_bounded_decode_graphs(NPUModelRunner)
+        missing = missing_seam(GRAPH_SEAMS)
+        if missing is not None:
+            logger.warning("decoder replay runs its layers eagerly, not in graphs: %s", missing)
+            return
+        self.init_replay_graphs(facts(self.vllm_config), make_graph_host(self.vllm_config, tail, self.device))
+        if self.replay_graphs is not None:
+            capture_replay_graphs(NPUModelRunner)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -138,7 +162,7 @@ class AscendReplayState(ReplayModelState):
         if self.vllm_config.parallel_config.data_parallel_size > 1:
             raise RuntimeError(f"decoder replay cannot run: {reason}, or with ASCEND_REPLAY=0")
         logger.warning("decoder replay is off: %s", reason)
-        self.replay_tail = None
+        self.replay_tail = self.replay_graphs = None
         text_model(self.model).drop_tail()  # type: ignore[attr-defined]
 
     def finish_execution(self, *, failed: bool) -> None:
@@ -183,6 +207,10 @@ class AscendReplayState(ReplayModelState):
 
     def forget_attention_groups(self) -> None:
         self._tail_metadata = None
+
+    def capture_inner_cudagraphs(self, *inputs: Any) -> None:
+        text_model(self.model).place_aux_layers()  # type: ignore[attr-defined]
+        super().capture_inner_cudagraphs(*inputs)
 
     def _replay_requests(self, step: StepInputs, kept: KeptRows) -> ReplayRequests:
         batch, at = step.input_batch, kept.requests

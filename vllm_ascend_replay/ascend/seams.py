@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
+from enum import EnumType
 from importlib import import_module
 from typing import Any
 
@@ -25,6 +27,8 @@ _BUILD_ARGUMENTS = (
     "slot_mappings",
     "kv_cache_config",
     "parallel_config",
+    "num_actual_tokens",
+    "num_input_tokens",
     "seq_lens_np",
     "positions",
     "attn_state",
@@ -83,12 +87,24 @@ SEAMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("attn_metadata", "vllm_config", "dp_metadata", "num_tokens"),
     ),
 )
-"""`(module, attribute, parameters or fields it must have)`."""
+"""`(module, attribute, parameters, fields or members it must have)`."""
 
 
-def missing_seam() -> str | None:
-    """What replay needs of vllm-ascend and this version does not have, in words; `None` if all is there."""
-    for module_name, path, names in SEAMS:
+GRAPH_SEAMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("vllm_ascend.compilation.breakable_aclgraph", "BreakableACLGraphWrapper", ("runnable", "vllm_config")),
+    ("vllm_ascend.worker.v2.input_batch", "AscendInputBatch.make_dummy", ("num_reqs", "num_tokens", "input_buffers")),
+    ("vllm_ascend.worker.v2.utils", "communicator_switch", ()),
+    ("vllm_ascend.worker.v2.model_runner", "NPUModelRunner.capture_model", ()),
+    ("vllm_ascend.ascend_forward_context", "get_mc2_mask", ()),
+    ("vllm_ascend.ascend_forward_context", "select_moe_comm_method", ("num_tokens", "vllm_config")),
+    ("vllm_ascend.ascend_forward_context", "MoECommType", ("ALLTOALL",)),
+)
+"""The same for replay graphs: without one, the replay layers run eagerly."""
+
+
+def missing_seam(seams: Iterable[tuple[str, str, tuple[str, ...]]] | None = None) -> str | None:
+    """What replay (or `seams`) needs of vllm-ascend and this version does not have, in words; `None`: all is there."""
+    for module_name, path, names in SEAMS if seams is None else seams:
         try:
             found: Any = import_module(module_name)
         except ImportError as error:
@@ -106,6 +122,8 @@ def missing_seam() -> str | None:
 def _names(found: Any) -> set[str]:
     if is_dataclass(found):
         return {field.name for field in fields(found)}
+    if isinstance(found, EnumType):
+        return set(found.__members__)
     return set(inspect.signature(found).parameters)
 
 
