@@ -405,7 +405,7 @@ def forbid_bounded_decode_graphs(runner_cls: type) -> None:
     """Make a model runner ask `ReplayModelState.forbids_decode_graph` before it may pick a FULL decode graph.
 
     On vLLM >= 0.32 the runner settles the batch's graph before any hook of the model state runs, so its
-    ``gather_batch_req_state`` is wrapped. Runners without that method (0.30) send no prefill row to decode graphs.
+    ``gather_batch_req_state`` is wrapped. Before, no prefill row goes to decode graphs.
     """
     real = getattr(runner_cls, "gather_batch_req_state", None)
     if real is None or getattr(real, "guards_bounded_prefills", False):
@@ -418,7 +418,7 @@ def forbid_bounded_decode_graphs(runner_cls: type) -> None:
         if (
             batch is not None
             and batch.has_prefill
-            and batch.decode_graph_eligible
+            and getattr(batch, "decode_graph_eligible", False)
             and isinstance(state, ReplayModelState)
         ):
             prefilling = batch.is_prefilling_np
