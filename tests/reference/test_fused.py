@@ -38,13 +38,22 @@ def test_hyper_connections(rows):
     mixer = HyperConnection(ReferenceConfig(hidden_size=40), name="mixer", dtype=torch.float32)
     streams, y, weight = torch.randn(rows, 4, 40), torch.randn(rows, 40), torch.rand(40)
     pre, post, comb = mixer(streams)
-    parts = fused.project(streams.flatten(1), mixer.fn)
-    assert rows > 1 or parts.shape[0] > 1
+    parts = fused.project(streams.flatten(1), mixer.fn, squares=True)
+    assert parts.shape[0] > 1
     close(parts.sum(0)[:, 24], streams.square().sum((1, 2)))
     for got, want in zip(mixer._launch(parts, width=160), (pre, post, comb)):
         close(got, want)
     close(fused.spread(y, streams, post, comb), mixer.spread(y, streams, post, comb))
     close(fused.collapse_norm(streams, pre, weight, 1e-6), rms_norm(collapse(streams, pre), weight, 1e-6))
+    close(fused.rms_norm(y, weight, 1e-6), rms_norm(y, weight, 1e-6))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter takes the bits of bfloat16 for numbers in a product")
+def test_products_of_bfloat16_rows_are_as_precise_as_the_weights():
+    x, fn = torch.randn(20, 300).bfloat16(), torch.randn(24, 300)
+    got = fused.project(x, fn).sum(0)[:, :24].double()
+    want = x.double() @ fn.double().T
+    assert (got - want).norm() / want.norm() < 2e-5
 
 
 @pytest.mark.parametrize("shape", [(3, 12), (5, 3, 12), (0, 12)])
@@ -105,6 +114,23 @@ def test_scores_and_blocks():
         for number in range(-(-length // block)):
             mine = scores[number * block : min((number + 1) * block, length)]
             assert line[number] == (torch.inf if number == (length - 1) // block else mine.max())
+
+
+@pytest.mark.parametrize("rows", [1, 33, 100])
+def test_routing(rows):
+    config = ReferenceConfig(num_experts=6, num_experts_per_tok=2, hidden_size=32)
+    moe, x = MoE(config, 0, dtype=torch.float32, exchange=False), torch.randn(rows, 32)
+    chosen, weights = moe._route(x)
+    logits = fused.project(x, moe.gate)
+    got, place, source, ends = fused.route(logits, moe.gate_bias, 2, moe.factor)
+    close(got[:, :2], weights)
+    assert (got[:, 2] == 1).all()
+    chosen = torch.nn.functional.pad(chosen, (0, 1), value=6)
+    assert ends.tolist() == (chosen.flatten() == torch.arange(7).view(-1, 1)).sum(1).cumsum(0).tolist()
+    # Every copy of a row lies among its expert's, and the places are all different.
+    assert torch.equal(torch.searchsorted(ends, place.flatten(), right=True), chosen.flatten())
+    assert torch.equal(source[place.long()], torch.arange(rows).view(-1, 1).expand(-1, 3).int())
+    assert place.flatten().sort().values.tolist() == list(range(3 * rows))
 
 
 def test_experts():

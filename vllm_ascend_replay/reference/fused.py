@@ -61,6 +61,7 @@ def collapse_norm(streams: torch.Tensor, mix: torch.Tensor, weight: torch.Tensor
             HC=hc,
             WIDTH=width,
             BLOCK=_block(width),
+            num_warps=8,
         )
     return out
 
@@ -105,6 +106,23 @@ def spread(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: tor
 
 
 @triton.jit
+def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x) / WIDTH + EPS) * tl.load(weight_ptr + at, mask=at < WIDTH, other=0.0)
+    tl.store(out_ptr + row * WIDTH + at, x.to(out_ptr.dtype.element_ty), mask=at < WIDTH)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`weights.rms_norm` of ``[T, d]``."""
+    num_rows, width = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if num_rows:
+        _rms_norm_kernel[(num_rows,)](x.contiguous(), weight, out, EPS=eps, WIDTH=width, BLOCK=_block(width))
+    return out
+
+
+@triton.jit
 def _project_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T, WIDTH]
     fn_ptr,  # [COUNT, WIDTH]
@@ -114,6 +132,7 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
     LINE: tl.constexpr,
+    SQUARES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -123,48 +142,59 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     begin = tl.program_id(1) * part
     total = tl.zeros([BLOCK_M, LINE], tl.float32)
     squares = tl.zeros([BLOCK_M], tl.float32)
-    for first in range(begin, min(begin + part, WIDTH), BLOCK_K):
+    for first in range(begin, tl.minimum(begin + part, WIDTH), BLOCK_K):
         at = first + k
         x = tl.load(
             x_ptr + row[:, None].to(tl.int64) * WIDTH + at[None, :],
             mask=(row < num_rows)[:, None] & (at < WIDTH)[None, :],
             other=0.0,
-        ).to(tl.float32)
+        )
         fn = tl.load(
             fn_ptr + column[None, :] * WIDTH + at[:, None],
             mask=(column < COUNT)[None, :] & (at < WIDTH)[:, None],
             other=0.0,
         )
-        # bfloat16 values are exact in tf32; three products make up for the rounding of the weights.
-        total += tl.dot(x, fn, input_precision="tf32x3")
-        squares += tl.sum(x * x, axis=1)
-    total = tl.where(column[None, :] == COUNT, squares[:, None], total)
+        if x_ptr.dtype.element_ty == tl.bfloat16:
+            # The weights as a sum of two, so that their products with the exact rows are as good as float32.
+            high = fn.to(tl.bfloat16)
+            total = tl.dot(x, high, total)
+            total = tl.dot(x, (fn - high.to(tl.float32)).to(tl.bfloat16), total)
+        else:
+            total += tl.dot(x, fn)
+        if SQUARES:
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=1)
+    if SQUARES:
+        total = tl.where(column[None, :] == COUNT, squares[:, None], total)
     out = out_ptr + (tl.program_id(1) * num_rows + row[:, None]).to(tl.int64) * LINE + column[None, :]
     tl.store(out, total, mask=(row < num_rows)[:, None] & (column >= 0)[None, :])
 
 
-def project(x: torch.Tensor, fn: torch.Tensor) -> torch.Tensor:
-    """Parts of ``x [T, width] @ fn.T`` and of the rows' sums of squares, which stand in the column after it.
+def project(x: torch.Tensor, fn: torch.Tensor, *, squares: bool = False) -> torch.Tensor:
+    """Parts of ``x [T, width] @ fn.T``, as precise as ``fn``.
 
     Args:
         x: ``[T, width]``.
         fn: float32 ``[count, width]``.
+        squares: whether the column after the product holds the rows' sums of squares.
 
     Returns:
-        float32 ``[splits, T, line]``, to be summed over the splits; ``line > count``.
+        float32 ``[splits, T, line]``, to be summed over the splits; ``line >= count``.
     """
     (num_rows, width), count = x.shape, fn.shape[0]
-    rows, columns = (64 if num_rows >= 4096 else 16), 64
+    rows, columns = (64 if num_rows >= 4096 else 16), 128
     # Few rows give few programs, so they share out the columns.
-    splits = min(16, _block(max(1, 256 * rows // max(num_rows, 1))), triton.cdiv(width, columns))
+    blocks = triton.cdiv(max(num_rows, 1), rows)
+    splits = min(16, max(1, _block(1024 // blocks + 1) // 2), triton.cdiv(width, columns))
     part = triton.cdiv(triton.cdiv(width, splits), columns) * columns
-    out = x.new_empty((splits, num_rows, _block(count + 1, 16)), dtype=torch.float32)
+    out = x.new_empty((splits, num_rows, _block(count + squares, 16)), dtype=torch.float32)
     if num_rows:
-        _project_kernel[(triton.cdiv(num_rows, rows), splits)](
+        _project_kernel[(blocks, splits)](
             *(x.contiguous(), fn, out, num_rows, part),
             COUNT=count,
             WIDTH=width,
             LINE=out.shape[2],
+            SQUARES=squares,
             BLOCK_M=rows,
             BLOCK_K=columns,
         )
@@ -555,7 +585,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     left = tl.full([], K, tl.int32)
     prefix = tl.full([], 0, tl.uint32)
     for step in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * step
+        shift = 24 - 8 * step
         counts = tl.zeros([_DIGIT], tl.int32)
         for first in range(0, length, BLOCK):
             entry = first + n
@@ -612,6 +642,121 @@ def choose(scores: torch.Tensor, lengths: torch.Tensor, k: int) -> torch.Tensor:
 
 
 @triton.jit
+def _route_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,  # [PARTS, T, LINE]
+    bias_ptr,  # [EXPERTS]
+    chosen_ptr,  # [T, K + 1]
+    weight_ptr,  # [T, K + 1]
+    count_ptr,  # [programs, EXPERTS + 1]
+    num_rows,
+    factor,
+    PARTS: tl.constexpr,
+    LINE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert, column = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    inside = (row < num_rows)[:, None]
+    mask = inside & (expert < EXPERTS)[None, :]
+    x = tl.zeros([ROWS, BLOCK_E], tl.float32)
+    for part in tl.static_range(PARTS):
+        at = (part * num_rows + row[:, None]).to(tl.int64) * LINE + expert[None, :]
+        x += tl.load(logits_ptr + at, mask=mask, other=0.0)
+    score = tl.sqrt(tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0)))))
+    bias = tl.load(bias_ptr + expert, mask=expert < EXPERTS, other=0.0)
+    ranked = tl.where(mask, score + bias[None, :], -float("inf"))
+    # The shared expert stands last, with weight 1.
+    chosen = tl.full([ROWS, BLOCK_K], EXPERTS, tl.int32)
+    weights = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    count = tl.where(expert == EXPERTS, tl.sum((row < num_rows).to(tl.int32)), 0)
+    for k in tl.static_range(K):
+        best = tl.max(ranked, axis=1)
+        at = tl.min(tl.where(ranked == best[:, None], expert[None, :], EXPERTS - 1), axis=1)
+        hit = expert[None, :] == at[:, None]
+        chosen = tl.where(column[None, :] == k, at[:, None], chosen)
+        weights = tl.where(column[None, :] == k, tl.sum(tl.where(hit, score, 0.0), axis=1)[:, None], weights)
+        count += tl.sum((hit & inside).to(tl.int32), axis=0)
+        ranked = tl.where(hit, -float("inf"), ranked)
+    weights = weights / (tl.sum(weights, axis=1)[:, None] + 1e-20) * factor
+    weights = tl.where(column[None, :] == K, 1.0, weights)
+    out = row[:, None] * (K + 1) + column[None, :]
+    tl.store(chosen_ptr + out, chosen, mask=inside & (column <= K)[None, :])
+    tl.store(weight_ptr + out, weights, mask=inside & (column <= K)[None, :])
+    tl.store(count_ptr + tl.program_id(0) * (EXPERTS + 1) + expert, count, mask=expert <= EXPERTS)
+
+
+@triton.jit
+def _place_kernel(  # type: ignore[no-untyped-def]
+    chosen_ptr,  # [T, K + 1]
+    before_ptr,  # [programs, EXPERTS + 1]: rows of each expert up to and with this program's
+    ends_ptr,  # [EXPERTS + 1]
+    place_ptr,  # [T, K + 1]
+    source_ptr,  # [T * (K + 1)]
+    num_rows,
+    EXPERTS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_E)
+    inside = row < num_rows
+    base = tl.load(ends_ptr + expert - 1, mask=(expert > 0) & (expert <= EXPERTS), other=0)
+    line = before_ptr + (tl.program_id(0) - 1) * (EXPERTS + 1) + expert
+    base += tl.load(line, mask=(expert <= EXPERTS) & (tl.program_id(0) > 0), other=0)
+    for k in tl.static_range(K + 1):
+        chosen = tl.load(chosen_ptr + row * (K + 1) + k, mask=inside, other=-1)
+        hit = (expert[None, :] == chosen[:, None]).to(tl.int32)
+        place = tl.sum(hit * (base[None, :] + tl.cumsum(hit, axis=0) - 1), axis=1)
+        tl.store(place_ptr + row * (K + 1) + k, place, mask=inside)
+        tl.store(source_ptr + place, row, mask=inside)
+        base += tl.sum(hit, axis=0)
+
+
+def route(
+    logits: torch.Tensor, bias: torch.Tensor, k: int, factor: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`MoE`'s routing, and the rows sorted by expert.
+
+    Args:
+        logits: float32 ``[parts, T, >= experts]``, summed over the parts; bias: float32 ``[experts]``.
+
+    Returns:
+        Weights float32 ``[T, k + 1]``, the shared expert's last; places int32 ``[T, k + 1]`` of the row's copies in
+        the sorted order; source rows int32 ``[T * (k + 1)]`` in that order; ends int32 ``[experts + 1]``.
+    """
+    (parts, num_rows, line), experts = logits.shape, bias.shape[0]
+    rows = 32
+    programs = triton.cdiv(max(num_rows, 1), rows)
+    chosen, place, source = (torch.empty((num_rows, k + 1), dtype=torch.int32, device=logits.device) for _ in range(3))
+    weights = logits.new_empty((num_rows, k + 1))
+    counts = torch.empty((programs, experts + 1), dtype=torch.int32, device=logits.device)
+    _route_kernel[(programs,)](
+        *(logits, bias, chosen, weights, counts, num_rows, factor),
+        PARTS=parts,
+        LINE=line,
+        EXPERTS=experts,
+        K=k,
+        BLOCK_E=_block(experts + 1),
+        BLOCK_K=_block(k + 1),
+        ROWS=rows,
+    )
+    before = counts.cumsum(0, dtype=torch.int32)
+    ends = before[-1].cumsum(0, dtype=torch.int32)
+    _place_kernel[(programs,)](
+        *(chosen, before, ends, place, source, num_rows),
+        EXPERTS=experts,
+        K=k,
+        BLOCK_E=_block(experts + 1),
+        ROWS=rows,
+    )
+    return weights, place, source.flatten(), ends
+
+
+@triton.jit
 def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, count, limit, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.minimum(tl.load(gate_ptr + at, mask=at < count, other=0.0).to(tl.float32), limit)
@@ -642,7 +787,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
-        place = tl.load(place_ptr + row * K + k)
+        place = tl.load(place_ptr + row * K + k).to(tl.int64)
         y = tl.load(y_ptr + place * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
         total += tl.load(weight_ptr + row * K + k) * y
     tl.store(out_ptr + row * WIDTH + at, total.to(out_ptr.dtype.element_ty), mask=at < WIDTH)
@@ -652,7 +797,7 @@ def combine(y: torch.Tensor, place: torch.Tensor, weights: torch.Tensor) -> torc
     """``sum_k weights[t, k] * y[place[t, k]]``.
 
     Args:
-        y: ``[T * k, H]``; place: int64 ``[T, k]``; weights: float32 ``[T, k]``.
+        y: ``[T * k, H]``; place: int ``[T, k]``; weights: float32 ``[T, k]``.
 
     Returns:
         ``[T, H]`` in ``y``'s dtype.

@@ -116,7 +116,7 @@ class HyperConnection(SeededWeights):
             ``pre [T, hc]`` (for the next sublayer), ``post [T, hc]`` and ``comb [T, hc, hc]``.
         """
         if fused.takes(streams) and self.hc in (2, 4, 8):
-            return self._launch(fused.project(streams.flatten(1), self.fn), width=self.fn.shape[1])
+            return self._launch(fused.project(streams.flatten(1), self.fn, squares=True), width=self.fn.shape[1])
         flat = streams.flatten(1).to(self.dtype)
         raw = functional.linear(flat, self.fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.eps)
         return self._launch(raw.unsqueeze(0)) if raw.is_cuda and self.hc in (2, 4, 8) else self._mixes(raw)

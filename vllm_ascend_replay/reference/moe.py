@@ -112,16 +112,11 @@ class MoE(SeededWeights):
 
     def _grouped(self, x: torch.Tensor) -> torch.Tensor:
         """Each row on its own experts: rows sorted by expert, one grouped product per matrix."""
-        chosen, weights = self._route(x)
-        shared = self.w1.shape[0] - 1
-        chosen, weights = functional.pad(chosen, (0, 1), value=shared), functional.pad(weights, (0, 1), value=1.0)
-        order = chosen.flatten().argsort(stable=True)
-        ends = (chosen.reshape(-1, 1) == torch.arange(shared + 1, device=x.device)).sum(0).cumsum(0).int()
-        rows = x.index_select(0, order // chosen.shape[1])
+        weights, place, source, ends = fused.route(fused.project(x, self.gate), self.gate_bias, self.k, self.factor)
+        rows = x.index_select(0, source)
 
         def product(values: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
             return torch._grouped_mm(values, matrices.transpose(1, 2), offs=ends)
 
         y = product(fused.swiglu(product(rows, self.w1), product(rows, self.w3), self.limit), self.w2)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        return fused.combine(y, place.view_as(chosen), weights)
+        return fused.combine(y, place, weights)

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vllm_ascend_replay.reference import fused
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of norms, softmax, routing and hyper-connection maths for a model in ``dtype``."""
@@ -65,5 +67,7 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, ``[..., d]``, in the accumulation dtype."""
+    if x.ndim == 2 and fused.takes(x):
+        return fused.rms_norm(x, weight, eps)
     wide = x.to(accumulation_dtype(x.dtype))
     return functional.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
