@@ -17,10 +17,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,9 @@ DECODE_CONTEXT = 1024
 MAX_NUM_TOKENS = 16384
 MAX_PREFILL = 8 * 32768
 """Tokens of the largest prefill: eight prompts of 128K would take a minute for each arm, and tell nothing new."""
+
+MAX_EAGER = 32768
+"""Tokens of the largest prefill for which replay without graphs is measured beside replay with them."""
 
 MODEL = dict(
     hidden_size=2560,
@@ -80,22 +85,39 @@ def repetitions(tokens: int, quick: bool) -> tuple[int, int]:
     """Repetitions that count and those before them that do not."""
     if quick:
         return 3, 1
-    return (9, 2) if tokens <= 16384 else (5, 1) if tokens <= 65536 else (3, 1) if tokens <= 131072 else (3, 0)
+    return (9, 2) if tokens <= 4096 else (5, 1) if tokens <= 16384 else (3, 1) if tokens <= 32768 else (2, 0)
 
 
-def profile(call: Callable[[], Any]) -> tuple[int, int]:
-    """Kernels that ran on the device, and launches by the host (a graph is one)."""
+@dataclass
+class Profile:
+    """What one step ran."""
+
+    kernels: int
+    """On the device."""
+    launches: int
+    """By the host; a graph is one."""
+    device_ms: float
+    top: list[tuple[str, int, float]]
+    """The kernels with the most device time: name, how often, milliseconds in all."""
+
+
+def profile(call: Callable[[], Any]) -> Profile:
+    """Run ``call`` under the profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as result:
         call()
         torch.cuda.synchronize()
-    kernels = launches = 0
+    by_name: dict[str, list[float]] = {}
+    launches = 0
     # The raw events: making a tree of thousands takes seconds.
     for event in result.profiler.kineto_results.events():
-        if event.device_type() == torch.autograd.DeviceType.CUDA:
-            kernels += not event.name().startswith(("Memcpy", "Memset"))
-        else:
-            launches += event.name().startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch"))
-    return kernels, launches
+        name = event.name()
+        if event.device_type() != torch.autograd.DeviceType.CUDA:
+            launches += name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch"))
+        elif not name.startswith(("Memcpy", "Memset")):
+            by_name.setdefault(name, []).append(event.duration_ns() / 1e6)
+    top = sorted(((name[:80], len(ms), sum(ms)) for name, ms in by_name.items()), key=lambda entry: -entry[2])
+    times = [ms for values in by_name.values() for ms in values]
+    return Profile(len(times), launches, sum(times), top[:12])
 
 
 def peak_bytes(call: Callable[[], Any], synchronize: Callable[[], None]) -> int:
@@ -131,6 +153,8 @@ class Bench:
 
         host, requests = self.host, self.host.requests(num_reqs, length)
         names = [name for name in ARMS if name in {*names, "off", "floor"}]
+        if requests.tokens > MAX_EAGER and "graphs" in names:
+            names = [name for name in names if name != "eager"]
         counted, dropped = repetitions(requests.tokens, quick)
         seconds: dict[str, list[float]] = {name: [] for name in names}
         busy: dict[str, list[float]] = {name: [] for name in names}
@@ -169,11 +193,10 @@ class Bench:
                 "of_off": paired(seconds[name], seconds["off"]),
                 "peak_bytes": peak_bytes(lambda arm=arm: host.run(last_step, arm), synchronize),
             }
-            if torch.cuda.is_available():
-                figures["kernels"], figures["launches"] = profile(lambda arm=arm: host.run(last_step, arm))
+            if torch.cuda.is_available() and num_reqs == 1:
+                figures["last_step"] = asdict(profile(lambda arm=arm: host.run(last_step, arm)))
                 if len(requests.steps) > ends:
-                    counts = profile(lambda arm=arm: host.run(requests.steps[0], arm))
-                    figures["intermediate_kernels"], figures["intermediate_launches"] = counts
+                    figures["first_step"] = asdict(profile(lambda arm=arm: host.run(requests.steps[0], arm)))
             found = alone.get(IDEALS.get(name, ""))
             if found is not None:
                 rows, tail = found
@@ -197,7 +220,8 @@ class Bench:
 
         host = self.host
         requests = host.requests(num_reqs, context, room=1)
-        host.prefill(requests, self.arms["off"])
+        # A decode reads the window KV of a prompt's end only.
+        host.prefill(requests, self.arms["graphs" if "graphs" in self.arms else "off"])
         step = host.decode_step(requests, context)
         graph = host.full_graph(step, self.arms["off"])
 
@@ -208,7 +232,7 @@ class Bench:
         row: dict[str, Any] = {"requests": num_reqs, "context": context, "repetitions": repeats}
         for mode, run in (("eager", lambda arm: host.run(step, arm)), ("full_graph", replay)):
             seconds: dict[str, list[float]] = {"off": [], "graphs": []}
-            for repetition in range(repeats + 3):
+            for repetition in range(repeats // (2 if mode == "eager" else 1) + 3):
                 for name in ("off", "graphs") if repetition % 2 else ("graphs", "off"):
                     synchronize()
                     began = time.perf_counter()
@@ -251,8 +275,8 @@ def missed_targets(prefills: Sequence[dict[str, Any]], decodes: Sequence[dict[st
                 where,
                 f"{name} at {figures['of_ideal']:.3f} of its ideal, {least:.2f} wanted",
             )
-        if "graphs" in arms and "intermediate_kernels" in arms["graphs"]:
-            got, floor = arms["graphs"]["intermediate_kernels"], arms["floor"]["intermediate_kernels"]
+        if "graphs" in arms and "first_step" in arms["graphs"]:
+            got, floor = arms["graphs"]["first_step"]["kernels"], arms["floor"]["first_step"]["kernels"]
             need(got == floor, where, f"an intermediate chunk runs {got} kernels, the floor {floor}")
         if length == 131072 and {"graphs", "exact"} <= set(arms):
             speed = paired(arms["graphs"]["all_ms"], arms["exact"]["all_ms"])
@@ -274,8 +298,13 @@ def table(row: Mapping[str, Any]) -> str:
             f"{figures['tokens_per_s']:>9.0f} tok/s"
             f"  of off {figures['of_off']:.3f}  of ideal {figures.get('of_ideal', float('nan')):.3f}"
             f"  host {figures['host_ms']:.1f} ms  peak {figures['peak_bytes'] / 2**20:.0f} MiB"
-            f"  kernels {figures.get('kernels', 0)} launches {figures.get('launches', 0)}"
-            f"  mid {figures.get('intermediate_kernels', '-')}  {kept}"
+            + "".join(
+                f"  {step}: {figures[step]['kernels']} kernels, {figures[step]['launches']} launches, "
+                f"{figures[step]['device_ms']:.1f} ms"
+                for step in ("first_step", "last_step")
+                if step in figures
+            )
+            + f"  {kept}"
             f"  diff {figures.get('difference_to_off', 0):.1e}"
         )
     return "\n".join(lines)
@@ -290,17 +319,30 @@ def run(
     context: int = DECODE_CONTEXT,
     quick: bool = False,
     repeats: int = 60,
+    deadline: float = math.inf,
     report: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """All measurements; ``report`` is given what there is after each."""
-    result: dict[str, Any] = {"prefills": [], "decodes": [], "missed": []}
-    for num_reqs, length in shapes:
-        row = bench.prefill(num_reqs, length, arms, quick)
-        result["prefills"].append(row)
-        print(table(row), flush=True)
-        report(result)
-    for num_reqs in decodes:
-        row = bench.decode(num_reqs, context, repeats)
+    """All measurements; ``report`` is given what there is after each.
+
+    Args:
+        shapes: prefills, ``(prompts, tokens of each)``.
+        deadline: of `time.perf_counter`; what has not begun by then is left out, and named.
+    """
+    result: dict[str, Any] = {"prefills": [], "decodes": [], "missed": [], "left_out": []}
+    work = [("prefill", shape) for shape in shapes if shape[0] == 1]
+    work += [("decode", (count, context)) for count in decodes]
+    work += [("prefill", shape) for shape in shapes if shape[0] != 1]
+    for kind, (num_reqs, length) in work:
+        if time.perf_counter() > deadline:
+            result["left_out"].append(f"{kind} of {num_reqs} x {length}")
+            continue
+        if kind == "prefill":
+            row = bench.prefill(num_reqs, length, arms, quick)
+            result["prefills"].append(row)
+            print(table(row), flush=True)
+            report(result)
+            continue
+        row = bench.decode(num_reqs, length, repeats)
         result["decodes"].append(row)
         print(
             f"decode of {num_reqs}: "
@@ -328,6 +370,7 @@ def main() -> int:
     parser.add_argument("--requests", type=numbers, default=None, help="prompts of a prefill")
     parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}; off and floor always run")
     parser.add_argument("--decodes", type=numbers, default=None, help="requests of a decode step")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no measurement after so many")
     parser.add_argument("--require-targets", action="store_true", help="exit 1 if a target of an H200 is missed")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -376,8 +419,9 @@ def main() -> int:
         if arguments.json:
             arguments.json.write_text(json.dumps({**about, **result}, indent=1) + "\n")
 
-    result = run(bench, shapes, arms, decodes, quick=arguments.quick, report=report)
+    result = run(bench, shapes, arms, decodes, quick=arguments.quick, report=report, deadline=began + arguments.seconds)
     missed = result["missed"]
+    print("left out: " + (", ".join(result["left_out"]) or "nothing"))
     print("targets of an H200: " + ("met" if not missed else "MISSED\n  " + "\n  ".join(missed)))
     print(f"done after {time.perf_counter() - began:.1f} s")
     return 1 if missed and arguments.require_targets else 0

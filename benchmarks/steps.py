@@ -73,7 +73,7 @@ def synchronize() -> None:
 
 def join_no_one() -> None:
     """The process groups of a server with one rank, which vLLM's graph capture asks for."""
-    init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "nccl" if on_gpu() else "gloo")
+    init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
     ensure_model_parallel_initialized(1, 1)
 
 

@@ -2,7 +2,7 @@
 GPU_BUNDLE := .carry/gpu-engine.tar.xz
 GPU_PYTHON ?= python3
 # What bench-gpu measures: benchmarks/NAME_gpu.py each. The kernels need PyTorch and Triton only, the others the bundle.
-BENCH_GPU_PARTS ?= kernels peer engine
+BENCH_GPU_PARTS ?= kernels peer step engine
 BENCH_GPU_OUT ?= build/bench-gpu
 
 .PHONY: gpu-bundle test-gpu bench-gpu bench-gpu-kernels

@@ -21,8 +21,8 @@ def test_targets_can_be_missed():
     from benchmarks.step_gpu import missed_targets
 
     def row(of_off: float, of_ideal: float, kernels: int) -> dict:
-        graphs = {"of_off": of_off, "of_ideal": of_ideal, "intermediate_kernels": kernels}
-        return {"requests": 1, "isl": 16384, "arms": {"graphs": graphs, "floor": {"intermediate_kernels": 5}}}
+        graphs = {"of_off": of_off, "of_ideal": of_ideal, "first_step": {"kernels": kernels}}
+        return {"requests": 1, "isl": 16384, "arms": {"graphs": graphs, "floor": {"first_step": {"kernels": 5}}}}
 
     decode = {"requests": 1, "eager": {"of_off": 1.0}, "full_graph": {"of_off": 1.02}}
     assert missed_targets([row(0.6, 0.98, 5)], []) == []
