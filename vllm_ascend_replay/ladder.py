@@ -20,7 +20,8 @@ def default_sizes(
     """The ladder: steps of the window, wider steps (1/8 of the power-of-two interval) further up.
 
     It begins at the window and reaches at least a prompt's rows beside a full batch of decodes, or 16 windows where
-    that many prompts can end in one step. Larger replay batches are rare and run eagerly.
+    that many prompts can end in one step. Larger replay batches are rare and run eagerly. A prompt that keeps more
+    than the window has a size of its own: in the wide steps up there, a lone prompt would run many padding rows.
 
     Args:
         window: sliding window in tokens.
@@ -39,6 +40,8 @@ def default_sizes(
     sizes = [window]
     while sizes[-1] < upper:
         sizes.append(sizes[-1] + max(window, 1 << max(sizes[-1].bit_length() - 4, 0)))
+    if keep_last > window:
+        sizes.append(rows)
     return sorted({min(-(-size // multiple) * multiple, limit) for size in sizes} - {0})
 
 

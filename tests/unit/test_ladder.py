@@ -16,8 +16,10 @@ def ladder(**changes):
 def test_window_steps_then_an_eighth_of_the_interval():
     assert ladder() == [128 * i for i in range(1, 17)]
     exact = ladder(keep_last=exact_rows(19, 128), max_num_seqs=512)
-    assert exact == [*(128 * i for i in range(1, 17)), 2304, 2560, 2816, 3072]
-    assert bucket_for(2414, exact) == 2560
+    assert exact == [*(128 * i for i in range(1, 17)), 2304, 2414, 2560, 2816, 3072]
+    # A lone prompt runs no padding row.
+    assert bucket_for(2414, exact) == 2414
+    assert bucket_for(2415, exact) == 2560
 
 
 def test_few_requests_need_few_sizes():
