@@ -36,7 +36,7 @@ MAX_NUM_TOKENS = 16384
 MAX_PREFILL = 8 * 32768
 """Tokens of the largest prefill: eight prompts of 128K would take a minute for each arm, and tell nothing new."""
 
-MAX_EAGER = 32768
+MAX_EAGER = 16384
 """Tokens of the largest prefill for which replay without graphs is measured beside replay with them."""
 
 MODEL = dict(
@@ -85,7 +85,7 @@ def repetitions(tokens: int, quick: bool) -> tuple[int, int]:
     """Repetitions that count and those before them that do not."""
     if quick:
         return 3, 1
-    return (9, 2) if tokens <= 4096 else (5, 1) if tokens <= 16384 else (3, 1) if tokens <= 32768 else (2, 0)
+    return (9, 2) if tokens <= 1024 else (5, 1) if tokens <= 4096 else (3, 1) if tokens <= 32768 else (2, 0)
 
 
 @dataclass
