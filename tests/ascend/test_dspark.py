@@ -13,8 +13,9 @@ import torch
 from tests.ascend.support import BLOCK, WINDOW, make_session
 from tests.ascend.test_replay import check
 from tests.npu_emulator import ON_A5, caches
-from tests.npu_emulator.session import tokens
+from tests.npu_emulator.session import poison, tokens
 from tests.npu_emulator.tiny import DRAFTS, DSPARK, make_vllm_config
+from vllm_ascend_replay import stats
 from vllm_ascend_replay.ascend import off_reason
 from vllm_ascend_replay.ascend.prefix_cap import late_window_groups
 from vllm_ascend_replay.layer_plan import read_layer_plan
@@ -132,6 +133,22 @@ def test_dropped_rows_are_never_read(policy):
     assert spoiler.rows
     assert equal(drafts(s.traces["nan"]), drafts(s.traces["noise"]))
     check(s, "nan")
+
+
+@pytest.mark.skipif(ON_A5, reason="the same code on both profiles")
+def test_graphs_draft_what_eager_layers_draft():
+    """Decodes, replay layers and drafter out of graphs; the drafter's states are in a graph's memory by then."""
+    compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [5, 10]}
+    engine = {"enforce_eager": False, "compilation_config": compilation}
+    s = start(engine=engine, keep="exact", graph_sizes="64,192")
+    s.rank.capture()
+    poison(s.rank)
+    before = stats.snapshot()["graph_steps"]
+    serve(s)
+    assert stats.snapshot()["graph_steps"] > before
+    assert output(s) == served(keep="exact")[0]
+    got = [d.tokens.tolist() for t in s.traces.values() for d in t.drafts]
+    assert got == [d.tokens.tolist() for d in served(keep="exact")[1]]
 
 
 # ---- prefix hits ----------------------------------------------------------------------------------------------------

@@ -30,10 +30,11 @@ def test_window_indices():
 def test_draft_window_indices():
     from vllm_ascend.ops.triton.spec_decode.dspark_swa_indices import build_dspark_swa_indices_triton
 
-    starts = torch.tensor([0, 4, 8, 12], dtype=torch.int32)
-    lengths = torch.tensor([4, 23, 300], dtype=torch.int32)
-    want = build_dspark_swa_indices_triton(starts, lengths, 12, 128, 16)
-    got = caches.draft_window_indices(None, 4, 16, 128, starts, lengths, 12, use_logical_indices=True)
+    # A request without rows and two rows of no request, as a padded graph has them.
+    starts = torch.tensor([0, 4, 8, 12, 12], dtype=torch.int32)
+    lengths = torch.tensor([4, 23, 300, 0], dtype=torch.int32)
+    want = build_dspark_swa_indices_triton(starts, lengths, 14, 128, 16)
+    got = caches.draft_window_indices(None, 4, 16, 128, starts, lengths, 14, use_logical_indices=True)
     for x, y in zip(want, got):
         assert torch.equal(x, y)
         assert x.dtype == y.dtype

@@ -106,10 +106,11 @@ def draft_window_indices(
     Triton kernel `build_dspark_swa_indices_triton`, the device's branch of `build_dspark_swa_indices`.
     """
     assert use_logical_indices
-    rows = torch.diff(query_start_loc)
-    first = (seq_lens - rows - window_size).clamp_min(0)
-    length = (seq_lens - first).int().repeat_interleave(rows, output_size=num_tokens).unsqueeze(-1)
-    first = first.int().repeat_interleave(rows, output_size=num_tokens).unsqueeze(-1)
+    request = (torch.arange(num_tokens).unsqueeze(1) >= query_start_loc[1:]).sum(1)
+    first = (seq_lens - torch.diff(query_start_loc) - window_size).clamp_min(0)
+    # Padding rows, of no request, see nothing.
+    bounds = torch.nn.functional.pad(torch.stack((first, seq_lens - first)).int(), (0, 1))
+    first, length = bounds[:, request].unsqueeze(-1)
     column = torch.arange(-(-(window_size + num_speculative_tokens) // 128) * 128, dtype=torch.int32)
     return torch.where(column < length, first + column, -1).unsqueeze(1), length
 
