@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.step_gpu import MODEL
 from vllm_ascend_replay.reference.engine import prepare_environment
 
 ARCHITECTURE = "ReplayBenchmarkForCausalLM"
@@ -81,30 +82,14 @@ class Scale:
 
 FULL = Scale(
     preset="v41-flash-plan",
-    model={
-        "hidden_size": 2560,
-        "num_attention_heads": 32,
-        "head_dim": 256,
-        "qk_rope_head_dim": 64,
-        "q_lora_rank": 512,
-        "o_groups": 8,
-        "o_lora_rank": 512,
-        "index_n_heads": 8,
-        "index_head_dim": 128,
-        "num_experts": 64,
-        "num_experts_per_tok": 6,
-        "moe_intermediate_size": 1152,
-        "vocab_size": 32768,
-        "max_position_embeddings": 135168,
-        "dtype": "bfloat16",
-    },
+    model={**MODEL, "max_position_embeddings": 135168},
     engine={
         "dtype": "bfloat16",
         "block_size": 64,
         "max_model_len": 133120,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 16384,
-        "kv_cache_memory_bytes": 24 << 30,
+        "kv_cache_memory_bytes": 8 << 30,
         "gpu_memory_utilization": 0.9,
     },
     cases={
@@ -280,9 +265,12 @@ class Bench:
 
 def measure(
     bench: Bench, cases: Mapping[str, Case], arms: Mapping[str, Arm], *, rounds: int, seconds: float
-) -> dict[str, Any]:
-    """Rounds of every case; a case begins no further round once its share of ``seconds`` is used up."""
-    results: dict[str, Any] = {}
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rounds of every case; a case begins no further round once its share of ``seconds`` is used up.
+
+    Yields:
+        Each case's name and, for each arm, what was measured, as soon as it is there.
+    """
     names = list(arms)
     began = time.perf_counter()
     for number, (label, case) in enumerate(cases.items()):
@@ -304,13 +292,12 @@ def measure(
                 if turn >= 0:
                     runs[name].append(result)
                 print(f"{label:>10} round {turn} {name:>12}: {result.seconds * 1e3:8.1f} ms", flush=True)
-        results[label] = {name: _summary(done, runs.get("off", ())) for name, done in runs.items()}
-    for rows in results.values():
+        rows = {name: _summary(done, runs.get("off", ())) for name, done in runs.items()}
         for row in rows.values():
             for base in ("off", "vllm"):
                 if base in rows:
                     row[f"ttft_speedup_over_{base}"] = rows[base]["ttft_p50_ms"] / row["ttft_p50_ms"]
-    return results
+        yield label, rows
 
 
 def _summary(runs: Sequence[Result], off: Sequence[Result]) -> dict[str, Any]:
@@ -388,23 +375,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = Bench(scale, graphs=on_gpu)
     ready = time.perf_counter() - began
     print(f"engine ready after {ready:.0f} s", flush=True)
-    results = measure(bench, cases, arms, rounds=arguments.rounds, seconds=arguments.seconds)
-    print_table(results)
-    missed = missed_targets(results)
+    report: dict[str, Any] = {
+        "command": "python -m benchmarks.engine_gpu " + " ".join(sys.argv[1:] if argv is None else argv),
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "vllm": vllm.__version__},
+        "model": {"preset": scale.preset, **scale.model},
+        "engine": dict(scale.engine),
+        "ready_s": ready,
+        "results": {},
+    }
+    for label, rows in measure(bench, cases, arms, rounds=arguments.rounds, seconds=arguments.seconds):
+        report["results"][label] = rows
+        report["missed"] = missed = missed_targets(report["results"])
+        if arguments.json:
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    print_table(report["results"])
     print("targets: " + ("met" if not missed else "MISSED\n  " + "\n  ".join(missed)))
-    if arguments.json:
-        report = {
-            "command": "python -m benchmarks.engine_gpu " + " ".join(sys.argv[1:] if argv is None else argv),
-            "date": datetime.now(UTC).date().isoformat(),
-            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-            "versions": {"torch": torch.__version__, "triton": triton.__version__, "vllm": vllm.__version__},
-            "model": {"preset": scale.preset, **scale.model},
-            "engine": dict(scale.engine),
-            "ready_s": ready,
-            "results": results,
-            "missed": missed,
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     bench.shutdown()
     return 1 if missed and arguments.require_targets else 0
 
