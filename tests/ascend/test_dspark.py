@@ -14,7 +14,7 @@ from tests.ascend.support import BLOCK, WINDOW, make_session
 from tests.ascend.test_replay import check
 from tests.npu_emulator import ON_A5, caches
 from tests.npu_emulator.session import poison, tokens
-from tests.npu_emulator.tiny import DRAFTS, DSPARK, make_vllm_config
+from tests.npu_emulator.tiny import DRAFTS, DSPARK, make_vllm_config, say_few_words
 from vllm_ascend_replay import stats
 from vllm_ascend_replay.ascend import off_reason
 from vllm_ascend_replay.ascend.prefix_cap import late_window_groups
@@ -23,18 +23,13 @@ from vllm_ascend_replay.layer_plan import read_layer_plan
 # The first prompt ends in a chunk of 5 rows, less than a window. Both are bounded, also in `exact`, which keeps more.
 CHUNK, LENGTHS = (48, (101, 90)) if ON_A5 else (95, (290, 280))
 PROMPTS = {name: tokens(n, n) for name, n in zip("ab", LENGTHS)}
-OUTPUT, WORDS = 7, 6
+OUTPUT = 7
 
 
 def start(*, drafts=True, engine=None, **config):
     """A session whose model and drafter say few different words, so that some drafts stand."""
     s = make_session(engine={**(DRAFTS if drafts else {}), **(engine or {})}, **DSPARK, **config)
-    heads = [s.rank.model.language_model.lm_head]
-    if drafts:
-        heads.append(s.rank.drafter.model.model.markov_head.markov_w2)
-    with torch.no_grad():
-        for head in heads:
-            head.weight[WORDS:] = 0
+    say_few_words(s.rank.model, *([s.rank.drafter.model] if drafts else []))
     return s
 
 

@@ -224,6 +224,12 @@ def _install_linear():
     )
 
 
+def _install_warmup():
+    """Nothing is compiled here; one of the kernels warmed up at start-up asks for CANN's language extension."""
+    warmup = "vllm_ascend.model_executor.warmup.kernel_warmup."
+    _swap(lambda worker: None, warmup + "rejection_sampler_triton_warmup")
+
+
 def _install_gloo():
     """Process groups over gloo: HCCL needs a device."""
     import vllm.distributed.parallel_state as groups
@@ -252,5 +258,6 @@ def install() -> None:
     _install_kernels()
     _install_linear()
     _install_gloo()
+    _install_warmup()
     _install_moe()
     _install_builders()

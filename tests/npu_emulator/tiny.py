@@ -132,3 +132,11 @@ def make_vllm_config(**kwargs):
     from vllm.engine.arg_utils import EngineArgs
 
     return EngineArgs(**engine_args(**kwargs)).create_engine_config()
+
+
+def say_few_words(*models, words=6):
+    """Leaves the heads of models and drafters so few words to say that some drafts stand."""
+    for model in models:
+        for name, weight in model.named_parameters():
+            if name.endswith(("lm_head.weight", "markov_w2.weight")):
+                weight.data[words:] = 0
