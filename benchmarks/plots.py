@@ -1,6 +1,7 @@
-"""Plots of landed results: ``python -m benchmarks.plots`` reads ``benchmarks/results`` and writes ``docs/images``.
+"""Plots and tables of landed results: ``python -m benchmarks.plots`` reads ``benchmarks/results``.
 
-Needs matplotlib. The same results give the same files.
+Writes ``docs/images`` and prints the tables of ``docs/benchmarks.md``. Needs matplotlib. The same results give the
+same files.
 """
 
 from __future__ import annotations
@@ -61,6 +62,45 @@ def step(result: Mapping[str, Any]) -> plt.Figure:
     return figure
 
 
+def step_tables(result: Mapping[str, Any]) -> str:
+    """Markdown: times and ratios of prefills; what a step runs; decodes."""
+
+    def ratio(figures: Mapping[str, Any] | None, name: str) -> str:
+        return "" if figures is None or name not in figures else f"{figures[name]:.3f}"
+
+    lines = [
+        "| prompts | tokens | off ms | eager | graphs | exact | floor | tok/s off | tok/s graphs "
+        "| graphs / off | exact / off | graphs of ideal | exact of ideal |",
+        "|--:" * 13 + "|",
+    ]
+    for row in result["prefills"]:
+        arms = row["arms"]
+        cells = [row["requests"], label(row["isl"])]
+        cells += [
+            f"{arms[name]['ms']:.1f}" if name in arms else "" for name in ("off", "eager", "graphs", "exact", "floor")
+        ]
+        cells += [f"{arms[name]['tokens_per_s']:,.0f}" for name in ("off", "graphs")]
+        cells += [ratio(arms.get(name), "of_off") for name in ("graphs", "exact")]
+        cells += [ratio(arms.get(name), "of_ideal") for name in ("graphs", "exact")]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += ["", "| tokens | arm | kernels | launches | device ms | host ms | peak MiB |", "|--:|---|" + "--:|" * 5]
+    for row in result["prefills"]:
+        for name, figures in row["arms"].items():
+            if "last_step" in figures:
+                last = figures["last_step"]
+                cells = [label(row["isl"]), name, last["kernels"], last["launches"], f"{last['device_ms']:.1f}"]
+                cells += [f"{figures['host_ms']:.1f}", f"{figures['peak_bytes'] / 2**20:.0f}"]
+                lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += ["", "| requests | eager off ms | on / off | FULL graph off ms | on / off |", "|--:" * 5 + "|"]
+    for row in result["decodes"]:
+        cells = [str(row["requests"])]
+        for mode in ("eager", "full_graph"):
+            cells += [f"{row[mode]['off_ms']:.3f}", f"{row[mode]['of_off']:.4f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"step-h200.json": step_tables}
 PLOTS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], plt.Figure]]] = {
     "step-prefill.svg": ("step-h200.json", step),
 }
@@ -75,6 +115,9 @@ def main() -> None:
         figure.savefig(IMAGES / name, metadata={"Date": None}, facecolor="white")
         plt.close(figure)
         print(IMAGES / name)
+    for source, tables in TABLES.items():
+        if (RESULTS / source).exists():
+            print(tables(json.loads((RESULTS / source).read_text())))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import math
 import statistics
@@ -396,6 +397,9 @@ def main() -> int:
     pages = max([host.pages_for(*shape) for shape in shapes] + [host.pages_for(n, DECODE_CONTEXT + 1) for n in decodes])
     bench = Bench(host, arms, pages)
     torch.cuda.synchronize()
+    # As vLLM's engine does after start-up: a collection would look at every object of PyTorch and vLLM.
+    gc.collect()
+    gc.freeze()
     properties = torch.cuda.get_device_properties(0)
     import triton
     import vllm
