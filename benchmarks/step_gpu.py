@@ -364,12 +364,18 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
+def shapes_of(text: str) -> list[tuple[int, int]]:
+    """``1x32768,8x4096``: prompts and the tokens of each."""
+    return [(int(count), int(length)) for count, _, length in (part.partition("x") for part in text.split(","))]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures there, after each measurement")
     parser.add_argument("--quick", action="store_true", help="one prompt of 4K and 16K, three repetitions")
     parser.add_argument("--isl", type=numbers, default=None, help="prompt lengths in tokens")
     parser.add_argument("--requests", type=numbers, default=None, help="prompts of a prefill")
+    parser.add_argument("--shapes", type=shapes_of, default=None, metavar="1x32768,8x4096", help="instead of both")
     parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}; off and floor always run")
     parser.add_argument("--decodes", type=numbers, default=None, help="requests of a decode step")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no measurement after so many")
@@ -385,12 +391,13 @@ def main() -> int:
     lengths = arguments.isl or ([4096, 16384] if arguments.quick else list(LENGTHS))
     counts = arguments.requests or ([1] if arguments.quick else list(REQUESTS))
     decodes = ([32] if arguments.quick else list(DECODES)) if arguments.decodes is None else arguments.decodes
-    shapes = [(count, length) for count in counts for length in lengths if count * length <= MAX_PREFILL]
+    shapes = arguments.shapes or [(count, length) for count in counts for length in lengths]
+    shapes = [(count, length) for count, length in shapes if count * length <= MAX_PREFILL]
     host = StepHost(
         overrides=MODEL,
         max_num_tokens=MAX_NUM_TOKENS,
-        max_model_len=max([*lengths, DECODE_CONTEXT + 64]),
-        max_num_reqs=max([*counts, *decodes, 8]),
+        max_model_len=max([*(length for _, length in shapes), DECODE_CONTEXT + 64]),
+        max_num_reqs=max([*(count for count, _ in shapes), *decodes, 8]),
     )
     with set_current_vllm_config(host.vllm_config):
         join_no_one()
