@@ -26,6 +26,8 @@ class Job:
     chunk: int = 200
     max_tokens: int = 3
     keep: str = "window"
+    graph_sizes: str = ""
+    """Sizes of replay graphs; none: eager."""
     replay: bool = True
     weights: str = ""
     """File with whole weights, for TP."""
@@ -66,12 +68,15 @@ def run_dp(job: Job, rank: int) -> dict:
     from tests.ascend import support
     from tests.npu_emulator import patches
     from tests.npu_emulator.checks import report
+    from tests.npu_emulator.graphs import LOG, kernel
     from tests.npu_emulator.rank import Rank
-    from tests.npu_emulator.session import Session, Trace, tokens
+    from tests.npu_emulator.session import Session, Trace, poison, tokens
     from tests.npu_emulator.tiny import make_vllm_config
 
     engine = {"data_parallel_size": job.ranks, "data_parallel_backend": "mp"}
-    with support.settings(keep=job.keep):
+    if job.graph_sizes:
+        engine |= {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
+    with support.settings(keep=job.keep, graph_sizes=job.graph_sizes or None):
         if job.replay:
             support.register()
         config = make_vllm_config(engine=engine, **job.config)
@@ -98,8 +103,12 @@ def run_dp(job: Job, rank: int) -> dict:
 
     from vllm_ascend.ops.fused_moe.fused_moe import AscendMoERunner
 
-    AscendMoERunner._forward_impl = moe
+    AscendMoERunner._forward_impl = kernel(moe)
     rank_obj = session.rank
+    if job.graph_sizes:
+        rank_obj.capture()
+        poison(rank_obj)
+        late_rows.clear()
     rank_obj.scheduler.max_num_scheduled_tokens = job.chunk
     for i, (name, length) in enumerate(job.prompts[rank].items()):
         ids = tokens(length, 10 * rank + i)
@@ -114,6 +123,7 @@ def run_dp(job: Job, rank: int) -> dict:
     return {
         "mismatches": mismatches,
         "late_rows": late_rows,
+        "replays": LOG.count("replay"),
         "kept": [s.kept for s in session.steps],
         "reports": reports,
         "unfinished": rank_obj.scheduler.has_unfinished_requests(),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.ascend.rank_process import Job, write
+from tests.npu_emulator import ON_A5
 from tests.npu_emulator.checks import TIE
 
 
@@ -60,6 +61,26 @@ def test_data_parallel_ranks_agree(tmp_path):
     # Rank 1 is done after three steps and rank 0 keeps no row in its fourth and fifth: nobody runs the last layer.
     assert len(first["late_rows"]) == 11 - 2
     assert any(a > 1 and b == 1 for a, b in first["late_rows"])
+
+
+@pytest.mark.skipif(ON_A5, reason="nothing here depends on the device: the A2 profile has it")
+def test_data_parallel_ranks_run_the_bucket_of_the_largest(tmp_path):
+    """Replay graphs: the rank with fewer kept rows, or none, or nothing to do at all, runs as many rows of padding."""
+    sizes = (16, 64, 150)
+    prompts = [{"a": 500, "b": 300}, {"c": 12}]
+    job = Job(2, "dp", free_port(), prompts, steps=7, graph_sizes=",".join(map(str, sizes)))
+    first, second = run(job, tmp_path)
+    assert first["mismatches"] == second["mismatches"] == []
+    for result in (first, second):
+        assert not result["unfinished"]
+        for name, r in result["reports"].items():
+            assert (r["bounded"] <= TIE, r["zero"], r["nan"]) == (True, True, False), (name, r)
+    assert first["late_rows"] == second["late_rows"]
+    buckets = [rows for rows in first["late_rows"] if rows[0] == rows[1] and rows[0] in sizes]
+    assert {a for a, _ in buckets} > {16}
+    # A bucket is six pieces. Where only decodes ran there was no replay batch.
+    assert first["replays"] == second["replays"] == 6 * len(buckets) > 12
+    assert all(max(rows) <= 2 for rows in first["late_rows"] if rows not in buckets)
 
 
 @pytest.mark.parametrize("keep", ["window"])

@@ -61,8 +61,12 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func._schema.name.split("::")[-1] in READS_BACK:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
-        out = func(*args, **kwargs)
-        self.graph.record(func, args, kwargs, out)
+        graph, self.graph = self.graph, None
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self.graph = graph
+        graph.record(func, args, kwargs, out)
         return out
 
 
@@ -191,6 +195,12 @@ class stream:
 
     def __exit__(self, *exc):
         RECORDER.stream = self.before
+
+
+def refuse_read_back(func):
+    """Raises inside a capture for a method of tensors that hands their values to the host."""
+    if is_capturing() and func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu):
+        raise RuntimeError(f"operation not permitted when stream is capturing: {func.__name__}")
 
 
 def is_capturing():

@@ -201,6 +201,7 @@ class OnCpu(torch.overrides.TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.pin_memory:
             return args[0]
+        graphs.refuse_read_back(func)
         if "pin_memory" in kwargs or "device" in kwargs:
             kwargs = {k: self._device(v) for k, v in kwargs.items() if k != "pin_memory"}
         if func is torch.Tensor.to:
