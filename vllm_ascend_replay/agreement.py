@@ -14,22 +14,22 @@ class Agreement:
 
     replays: bool
     """Some rank must run through a replay batch, so every rank does."""
-    rows: torch.Tensor
-    """int32 ``[ranks]`` on the CPU: each rank's real kept rows."""
+    rows: tuple[int, ...]
+    """Each rank's real kept rows."""
 
     @property
     def skips(self) -> bool:
         """No rank keeps a row: the replay layers do not run anywhere."""
-        return self.replays and int(self.rows.sum()) == 0
+        return self.replays and not any(self.rows)
 
-    def padded_rows(self) -> torch.Tensor:
-        """int32 ``[ranks]``: rows each rank runs. A rank without kept rows adds one, for the collectives it owes."""
-        return self.rows.clamp_min(1)
+    def padded_rows(self) -> tuple[int, ...]:
+        """Rows each rank runs. A rank without kept rows adds one, for the collectives it owes."""
+        return tuple(max(rows, 1) for rows in self.rows)
 
 
 def alone(needs_replay: bool, num_rows: int) -> Agreement:
     """The agreement of a single rank."""
-    return Agreement(needs_replay, torch.tensor([num_rows], dtype=torch.int32))
+    return Agreement(needs_replay, (num_rows,))
 
 
 def agree(
@@ -49,4 +49,5 @@ def agree(
     posted = torch.zeros(2, ranks, dtype=torch.int32)
     posted[0, rank], posted[1, rank] = int(needs_replay), num_rows
     all_reduce(posted)
-    return Agreement(bool(posted[0].any()), posted[1])
+    flags, rows = posted.tolist()
+    return Agreement(any(flags), tuple(rows))

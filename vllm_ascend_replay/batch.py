@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.platform_utils import is_uva_available
 from vllm.v1.worker.gpu.buffer_utils import UvaBufferPool
 
 from vllm_ascend_replay import kernels
@@ -130,13 +132,33 @@ class ReplayBuffers:
         self.boundaries = zeros(max_num_reqs + 1)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
         self.is_padding = zeros(max_num_tokens, dtype=torch.bool)
+        self.num_groups = num_groups
         self.slot_mappings = zeros(num_groups, max_num_tokens, dtype=torch.int64)
         self.seq_lens = zeros(max_num_reqs)
         self.block_tables: list[torch.Tensor] = []
         # One upload a step: dropped_before [R + 1], requests, kv_start and replay_start [R'].
         self._uploaded = zeros(4 * max_num_reqs + 1)
         self._requests = self._uploaded[:0]
+        # The host would spend as long on making the views as on all the rest; batches of the same shape recur.
+        self._views = functools.lru_cache(maxsize=256)(self._make_views)
         self._staging = UvaBufferPool(4 * max_num_reqs + 1, torch.int32)
+        self._reads_host_memory = device.type == "cuda" and is_uva_available()
+
+    def _make_views(self, num_reqs: int, num_kept_reqs: int, num_padded: int) -> dict[str, torch.Tensor]:
+        """The buffers' parts for ``R`` requests, ``R'`` with kept rows and ``N`` rows."""
+        ends = [num_reqs + 1 + i * num_kept_reqs for i in range(4)]
+        return {
+            "uploaded": self._uploaded[: ends[3]],
+            "dropped_before": self._uploaded[: ends[0]],
+            "requests": self._uploaded[ends[0] : ends[1]],
+            "kv_start": self._uploaded[ends[1] : ends[2]],
+            "replay_start": self._uploaded[ends[2] : ends[3]],
+            "rows": self.rows[:num_padded],
+            "boundaries": self.boundaries[: num_kept_reqs + 1],
+            "positions": self.positions[:num_padded],
+            "is_padding": self.is_padding[:num_padded],
+            "slot_mappings": self.slot_mappings[:, :num_padded],
+        }
 
     def warm_up(self, slot_mappings: torch.Tensor, positions: torch.Tensor) -> None:
         """Compile the gather on these buffers, so that nothing compiles while serving."""
@@ -173,40 +195,40 @@ class ReplayBuffers:
                 row, owned by request 0.
             host_boundaries: ``[R + 1]``, where they are the device's for certain.
         """
-        requests = plan.requests
+        requests, num_reqs = plan.requests, len(plan.kept_lens)
         only_padding = len(requests) == 0
         if only_padding:
-            requests = np.zeros(1, dtype=np.int32)
-        ends = np.cumsum([len(plan.dropped_before)] + [len(requests)] * 3)
-        packed = np.concatenate(
-            (
-                plan.dropped_before,
-                requests,
-                np.zeros_like(requests) if only_padding else plan.kv_start[requests],
-                np.zeros_like(requests) if only_padding else replay_start[requests],
-            )
-        )
-        uploaded = self._staging.copy_to_gpu(packed, out=self._uploaded[: len(packed)])
-        dropped_before = uploaded[: ends[0]]
+            requests = kv_start = replay_start = np.zeros(1, dtype=np.int32)
+        elif len(requests) == num_reqs:
+            kv_start = plan.kv_start
+        else:
+            kv_start, replay_start = plan.kv_start[requests], replay_start[requests]
+        views = self._views(num_reqs, len(requests), num_padded)
+        packed = np.concatenate((plan.dropped_before, requests, kv_start, replay_start))
+        upload = None
+        if self._reads_host_memory:
+            upload = self._staging.copy_to_uva(packed), views["uploaded"]
+        else:
+            self._staging.copy_to_gpu(packed, out=views["uploaded"])
         kept = KeptRows(
             plan=plan,
             requests=requests,
             num_padded=num_padded,
             query_start_loc=query_start_loc,
-            dropped_before=dropped_before,
-            rows=self.rows[:num_padded],
-            boundaries=self.boundaries[: len(requests) + 1],
-            positions=self.positions[:num_padded],
-            is_padding=self.is_padding[:num_padded],
-            slot_mappings=self.slot_mappings[:, :num_padded],
-            kv_start=uploaded[ends[1] : ends[2]],
-            replay_start=uploaded[ends[2] : ends[3]],
+            dropped_before=views["dropped_before"],
+            rows=views["rows"],
+            boundaries=views["boundaries"],
+            positions=views["positions"],
+            is_padding=views["is_padding"],
+            slot_mappings=views["slot_mappings"],
+            kv_start=views["kv_start"],
+            replay_start=views["replay_start"],
             host_boundaries=host_boundaries,
         )
         kernels.gather_batch(
             query_start_loc=query_start_loc,
-            dropped_before=dropped_before,
-            requests=uploaded[ends[0] : ends[1]],
+            dropped_before=kept.dropped_before,
+            requests=views["requests"],
             positions=positions,
             slot_mappings=slot_mappings,
             rows=kept.rows,
@@ -214,11 +236,12 @@ class ReplayBuffers:
             kept_positions=kept.positions,
             kept_slot_mappings=kept.slot_mappings,
             num_padded=num_padded,
+            upload=upload,
         )
         if only_padding:
             # The padding row is a request of one row at position 0: whatever it reads is dropped.
             kept.boundaries[1:].fill_(1)
-        self._requests = uploaded[ends[0] : ends[1]]
+        self._requests = views["requests"]
         return kept
 
     def select_requests(
@@ -227,7 +250,7 @@ class ReplayBuffers:
         """Device sequence lengths int32 ``[R']`` and block tables (each ``[R', n]``) of the requests with kept rows."""
         count = len(kept.requests)
         if count == num_reqs and kept.plan.num_rows:
-            return seq_lens[:num_reqs], tuple(table[:num_reqs] for table in block_tables)
+            return leading(seq_lens, num_reqs), tuple(leading(table, num_reqs) for table in block_tables)
         if not self.block_tables:
             limit = len(self.seq_lens)
             self.block_tables = [table.new_zeros((limit, *table.shape[1:])) for table in block_tables]
@@ -242,27 +265,46 @@ class ReplayBuffers:
         return lens, tuple(tables)
 
 
+_PER_REQUEST = (
+    "idx_mapping_np",
+    "num_computed_tokens_np",
+    "prefill_len_np",
+    "num_computed_prefill_tokens_np",
+    "is_prefilling_np",
+)
+
+
+def leading(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """``tensor[:count]``, without a new view where that is all of it."""
+    return tensor if tensor.shape[0] == count else tensor[:count]
+
+
 def shrink_input_batch(input_batch: Any, kept: KeptRows, seq_lens: torch.Tensor) -> Any:
     """The step's ``InputBatch`` reduced to the kept rows, for attention metadata only.
 
-    The sampling fields and ``input_ids`` are carried over from the step and must not be read. Fields that a vLLM
-    version does not have are left out; fields of a host's subclass stay as they are.
+    The sampling fields and ``input_ids`` are carried over from the step and must not be read. Fields of a
+    host's subclass stay as they are.
     """
-    at, lens = kept.requests, kept.plan.kept_lens[kept.requests]
-    if not kept.plan.num_rows:
-        lens = np.ones(1, dtype=np.int32)
+    at, plan, num_reqs = kept.requests, kept.plan, input_batch.num_reqs
+    lens = plan.kept_lens if plan.num_rows else np.ones(1, dtype=np.int32)
+    values: dict[str, Any] = {}
+    if len(at) == num_reqs and plan.num_rows:
+        upper = leading(input_batch.seq_lens_cpu_upper_bound, num_reqs)
+    else:
+        upper = input_batch.seq_lens_cpu_upper_bound[torch.from_numpy(at.astype(np.int64))]
+        if plan.num_rows:
+            lens = lens[at]
+        else:
+            upper = torch.ones_like(upper)
+        values["req_ids"] = [input_batch.req_ids[i] for i in at]
+        values |= {name: getattr(input_batch, name)[at] for name in _PER_REQUEST}
     boundaries = np.zeros(len(at) + 1, dtype=np.int32)
-    np.cumsum(lens, out=boundaries[1:])
-    upper = input_batch.seq_lens_cpu_upper_bound[torch.from_numpy(at.astype(np.int64))]
-    if not kept.plan.num_rows:
-        upper = torch.ones_like(upper)
+    np.add.accumulate(lens, out=boundaries[1:])
     # Adaptive verification may lengthen the decodes on the device, up to the step's own bound.
-    longest = max(int(lens.max()), getattr(input_batch, "max_query_len", None) or 0)
-    values = {
-        "req_ids": [input_batch.req_ids[i] for i in at],
+    longest = max(int(np.maximum.reduce(lens)), getattr(input_batch, "max_query_len", None) or 0)
+    values |= {
         "num_reqs": len(at),
         "num_reqs_after_padding": len(at),
-        "idx_mapping_np": input_batch.idx_mapping_np[at],
         "num_scheduled_tokens": lens,
         "num_tokens": int(boundaries[-1]),
         "num_tokens_after_padding": kept.num_padded,
@@ -270,10 +312,6 @@ def shrink_input_batch(input_batch: Any, kept: KeptRows, seq_lens: torch.Tensor)
         "query_start_loc_np": boundaries,
         "seq_lens": seq_lens,
         "seq_lens_cpu_upper_bound": upper,
-        "num_computed_tokens_np": input_batch.num_computed_tokens_np[at],
-        "prefill_len_np": input_batch.prefill_len_np[at],
-        "num_computed_prefill_tokens_np": input_batch.num_computed_prefill_tokens_np[at],
-        "is_prefilling_np": input_batch.is_prefilling_np[at],
         "positions": kept.positions,
         "max_query_len": longest,
         "fast_prefill": None,
@@ -281,5 +319,7 @@ def shrink_input_batch(input_batch: Any, kept: KeptRows, seq_lens: torch.Tensor)
         "dcp_local_seq_lens": None,
         "prefill_runs_as_decode_np": None,
     }
-    known = {field.name for field in fields(input_batch)}
-    return replace(input_batch, **{name: value for name, value in values.items() if name in known})
+    # `dataclasses.replace` would spend longer on the fields that stay than all of the above takes.
+    small = object.__new__(type(input_batch))
+    small.__dict__.update(input_batch.__dict__, **values)
+    return small

@@ -22,6 +22,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -203,6 +204,42 @@ def _table_grid(num_rows: int, device: torch.device) -> tuple[int]:
     return (min(triton.cdiv(num_rows, _LINE.value), num_programs(device), tuning(device).table_programs),)
 
 
+_compiled: dict[tuple[object, ...], Any] = {}
+
+
+def _launch(
+    kernel: Any,
+    grid: tuple[int],
+    device: torch.device,
+    arguments: Sequence[object],
+    constants: Sequence[object],
+    types: tuple[torch.dtype, ...],
+) -> None:
+    """Launch ``kernel``.
+
+    No argument is specialised, so types and constants alone say which compiled kernel runs. On a GPU it is remembered
+    by them: Triton's own search for it takes longer on the host than all the rest of a launch.
+
+    Args:
+        kernel: a Triton kernel.
+        grid: programs.
+        device: of the tensors.
+        arguments: in the kernel's order, up to the constants.
+        constants: the rest of them; ``None`` among the arguments must follow from these.
+        types: of the tensors among the arguments, where they can differ.
+    """
+    options = tuning(device).options
+    if device.type != "cuda":
+        kernel[grid](*arguments, *constants, **dict(options))
+        return
+    key = (id(kernel), device.index, types, *constants)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[grid](*arguments, *constants, **dict(options))
+    else:
+        compiled[(*grid, 1, 1)](*arguments, *constants)
+
+
 # -- the replay batch -----------------------------------------------------------------------------------------------
 
 _GATHER_BATCH_ARGS = (
@@ -219,6 +256,8 @@ _GATHER_BATCH_ARGS = (
     "kept_positions_ptr",
     "kept_slots_ptr",
     "kept_slot_stride",
+    "uploaded_ptr",
+    "num_uploaded",
     "num_reqs",
     "num_kept_reqs",
     "num_padded",
@@ -241,14 +280,23 @@ def _gather_batch_kernel(
     kept_positions_ptr,
     kept_slots_ptr,
     kept_slot_stride,
+    uploaded_ptr,
+    num_uploaded,
     num_reqs,
     num_kept_reqs,
     num_padded,
     search_steps,
     GROUPS: tl.constexpr,
     KV_START: tl.constexpr,
+    UPLOAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if UPLOAD:
+        requests_ptr = dropped_before_ptr + num_reqs + 1
+        every = tl.arange(0, BLOCK)
+        for i in range(tl.program_id(0) * BLOCK, num_uploaded, tl.num_programs(0) * BLOCK):
+            real = every < num_uploaded - i
+            tl.store(uploaded_ptr + i + every, tl.load(dropped_before_ptr + i + every, mask=real), mask=real)
     # Per-request outputs, a line of them at a time.
     few = tl.arange(0, _LINE)
     for i in range(tl.program_id(0) * _LINE, num_kept_reqs + 1, tl.num_programs(0) * _LINE):
@@ -303,6 +351,7 @@ def gather_batch(
     num_padded: int,
     kv_start: torch.Tensor | None = None,
     kept_kv_start: torch.Tensor | None = None,
+    upload: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Fill the replay batch's row table, boundaries, positions, slot mappings and KV starts in one launch.
 
@@ -322,6 +371,8 @@ def gather_batch(
         num_padded: rows to fill; 0 launches nothing and writes nothing.
         kv_start: int32 ``[R']``, first position of which a kept request's late layers hold window KV.
         kept_kv_start: out, int32 ``[>= R']``; given if ``kv_start`` is.
+        upload: a source and out, both int32 ``[n]``: the launch copies it, which spares a launch where the device can
+            read the host's memory. The source holds ``dropped_before``, then ``requests``, and is read in their place.
 
     No output may alias an input or another output. For Ascend, outputs and their group stride are multiples of 32
     bytes, so that no two cores write into one line; any allocation of whole buffers is.
@@ -333,32 +384,39 @@ def gather_batch(
         raise ValueError("kv_start and kept_kv_start go together")
     if num_padded == 0:
         return
-    num_kept_reqs = requests.numel()
-    num_reqs = query_start_loc.numel() - 1
-    cut = tuning(rows.device)
-    _gather_batch_kernel[_table_grid(num_padded, rows.device)](
-        query_start_loc,
-        dropped_before,
-        # The kernel reads one request even if there is none.
-        requests if num_kept_reqs else query_start_loc,
-        kv_start,
-        positions,
-        slot_mappings,
-        slot_mappings.stride(0),
-        rows,
-        boundaries,
-        kept_kv_start,
-        kept_positions,
-        kept_slot_mappings,
-        kept_slot_mappings.stride(0),
-        num_reqs,
-        num_kept_reqs,
-        num_padded,
-        _search_steps(num_reqs),
-        GROUPS=slot_mappings.shape[0],
-        KV_START=kv_start is not None,
-        BLOCK=cut.table_block,
-        **dict(cut.options),
+    num_kept_reqs = requests.shape[0]
+    num_reqs = query_start_loc.shape[0] - 1
+    device = rows.device
+    source, uploaded = upload or (dropped_before, None)
+    _launch(
+        _gather_batch_kernel,
+        _table_grid(num_padded, device),
+        device,
+        (
+            query_start_loc,
+            source,
+            # The kernel reads one request even if there is none.
+            requests if num_kept_reqs else query_start_loc,
+            kv_start,
+            positions,
+            slot_mappings,
+            slot_mappings.stride(0),
+            rows,
+            boundaries,
+            kept_kv_start,
+            kept_positions,
+            kept_slot_mappings,
+            kept_slot_mappings.stride(0),
+            uploaded,
+            0 if uploaded is None else uploaded.shape[0],
+            num_reqs,
+            num_kept_reqs,
+            num_padded,
+            num_reqs.bit_length(),
+        ),
+        # GROUPS, KV_START, UPLOAD, BLOCK
+        (slot_mappings.shape[0], kv_start is not None, upload is not None, tuning(device).table_block),
+        (positions.dtype, slot_mappings.dtype),
     )
 
 
@@ -562,16 +620,24 @@ def gather_states(rows: torch.Tensor, states: Sequence[torch.Tensor], out: Seque
         shape = _cut_rows(cut, cut.gather_rows, targets[some], widths[some])
         items = triton.cdiv(num_rows, shape["ROWS"]) * cut.gather_parts
         grid = (min(items, num_programs(rows.device)),)
-        _gather_states_kernel[grid](
-            rows,
-            num_rows,
-            *_fill_up(sources[some], _MAX_GATHERED, None),
-            *_fill_up(targets[some], _MAX_GATHERED, None),
-            *_fill_up(widths[some], _MAX_GATHERED, 0),
-            **shape,
-            PARTS=cut.gather_parts,
-            ALIGNED=_aligned([*sources[some], *targets[some]]),
-            **dict(cut.options),
+        _launch(
+            _gather_states_kernel,
+            grid,
+            rows.device,
+            (
+                rows,
+                num_rows,
+                *_fill_up(sources[some], _MAX_GATHERED, None),
+                *_fill_up(targets[some], _MAX_GATHERED, None),
+            ),
+            (
+                *_fill_up(widths[some], _MAX_GATHERED, 0),
+                shape["ROWS"],
+                cut.gather_parts,
+                shape["TILE"],
+                _aligned([*sources[some], *targets[some]]),
+            ),
+            tuple(source.dtype for source in sources[some]),
         )
 
 
@@ -683,20 +749,28 @@ def scatter_rows(
         shape = _cut_rows(cut, cut.scatter_rows, targets[some], widths[some])
         items = triton.cdiv(num_rows, shape["ROWS"]) * cut.scatter_parts
         grid = (min(items, num_programs(out[0].device)),)
-        _scatter_rows_kernel[grid](
-            query_start_loc,
-            dropped_before,
-            num_reqs,
-            num_rows,
-            min(value.shape[0] for value in sources[some]),
-            _search_steps(num_reqs),
-            *_fill_up(sources[some], _MAX_SCATTERED, None),
-            *_fill_up(targets[some], _MAX_SCATTERED, None),
-            *_fill_up(widths[some], _MAX_SCATTERED, 0),
-            **shape,
-            PARTS=cut.scatter_parts,
-            ALIGNED=_aligned([*sources[some], *targets[some]]),
-            **dict(cut.options),
+        _launch(
+            _scatter_rows_kernel,
+            grid,
+            out[0].device,
+            (
+                query_start_loc,
+                dropped_before,
+                num_reqs,
+                num_rows,
+                min(value.shape[0] for value in sources[some]),
+                _search_steps(num_reqs),
+                *_fill_up(sources[some], _MAX_SCATTERED, None),
+                *_fill_up(targets[some], _MAX_SCATTERED, None),
+            ),
+            (
+                *_fill_up(widths[some], _MAX_SCATTERED, 0),
+                shape["ROWS"],
+                cut.scatter_parts,
+                shape["TILE"],
+                _aligned([*sources[some], *targets[some]]),
+            ),
+            tuple(source.dtype for source in sources[some]),
         )
 
 

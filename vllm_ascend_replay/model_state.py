@@ -27,7 +27,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_ascend_replay import stats
 from vllm_ascend_replay.agreement import Agreement, agree, alone
-from vllm_ascend_replay.batch import KeptRows, ReplayBatch, ReplayBuffers
+from vllm_ascend_replay.batch import KeptRows, ReplayBatch, ReplayBuffers, leading
 from vllm_ascend_replay.config import ReplaySettings, SettingError
 from vllm_ascend_replay.graphs import GraphHost, ReplayGraphs, choose_sizes, free_bytes
 from vllm_ascend_replay.layouts import WHOLE
@@ -208,7 +208,8 @@ class ReplayModelState:
         n = input_batch.num_reqs
         at = input_batch.idx_mapping_np[:n]
         prefilling = input_batch.is_prefilling_np[:n]
-        query = np.diff(input_batch.query_start_loc_np[: n + 1])
+        boundaries = input_batch.query_start_loc_np
+        query = boundaries[1 : n + 1] - boundaries[:n]
         return plan_replay(
             # Exact while a request prefills, which is all the plan needs; for decodes the host may only know a bound.
             num_computed=input_batch.num_computed_prefill_tokens_np[:n],
@@ -263,7 +264,7 @@ class ReplayModelState:
         if tail is None:
             return
         tail.batch = None
-        if self.replay_buffers is None or len(self.replay_buffers.slot_mappings) != len(slot_mappings):
+        if self.replay_buffers is None or self.replay_buffers.num_groups != slot_mappings.shape[0]:
             # Memory profiling may run with other KV cache groups than serving.
             self._allocate_replay_buffers(slot_mappings, input_batch.positions)
         dummy = self.replay_host.is_dummy_batch(input_batch)
@@ -312,30 +313,31 @@ class ReplayModelState:
             return ReplayBatch(kept=None)
         graphs = self.replay_graphs
         # Every rank runs the bucket of the largest rank, so that their experts exchange rows of one shape.
-        size = None if graphs is None else graphs.size_for(max(int(agreement.rows.max()), 1))
-        rows = agreement.padded_rows() if size is None else torch.full_like(agreement.rows, size)
+        size = None if graphs is None else graphs.size_for(max(*agreement.rows, 1))
+        rows = agreement.padded_rows() if size is None else (size,) * len(agreement.rows)
         batch = self._replay_batch(step, plan, max(plan.rows_to_run, 1) if size is None else size, rows)
         if graphs is not None and size is not None and graphs.runs(size):
             batch.graph = graphs
         return batch
 
     def _replay_batch(
-        self, step: StepInputs, plan: ReplayPlan, num_padded: int, rows_across_dp: torch.Tensor
+        self, step: StepInputs, plan: ReplayPlan, num_padded: int, rows_across_dp: tuple[int, ...]
     ) -> ReplayBatch:
-        """The replay batch of ``plan``, padded to ``num_padded`` rows; ``rows_across_dp`` int32 ``[ranks]``."""
+        """The replay batch of ``plan``, padded to ``num_padded`` rows; ``rows_across_dp`` are those of every rank."""
         n = step.input_batch.num_reqs
         parallel = self.vllm_config.parallel_config
         dp_metadata = None
         # Sequence-parallel experts read each rank's rows from it even without data parallelism.
         if parallel.data_parallel_size > 1 or getattr(parallel, "use_sequence_parallel_moe", False):
-            dp_metadata = DPMetadata.make(parallel, num_padded, rows_across_dp)
+            across = torch.tensor(rows_across_dp, dtype=torch.int32)
+            dp_metadata = DPMetadata.make(parallel, num_padded, across)
         at = step.input_batch.idx_mapping_np[:n]
         assert self.replay_buffers is not None
         # Adaptive verification resizes drafts on the device only.
         exact = not getattr(step.input_batch, "num_draft_tokens", 0)
         kept = self.replay_buffers.fill(
             plan,
-            query_start_loc=step.input_batch.query_start_loc[: n + 1],
+            query_start_loc=leading(step.input_batch.query_start_loc, n + 1),
             positions=step.input_batch.positions,
             slot_mappings=step.slot_mappings,
             replay_start=np.where(step.input_batch.is_prefilling_np[:n], self.replay_starts_np[at], 0),
@@ -375,7 +377,7 @@ class ReplayModelState:
             query = np.diff(batch.query_start_loc_np[: num_reqs + 1])
             plan = identity_plan(query, np.zeros(num_reqs, dtype=np.int32))
             step = StepInputs(batch, tables, slots, attn_groups, kv_cache_config)
-            return self._replay_batch(step, plan, rows, torch.full((ranks,), rows, dtype=torch.int32))
+            return self._replay_batch(step, plan, rows, (rows,) * ranks)
 
         graphs.capture(prepare)
 

@@ -44,7 +44,7 @@ class ReplayPlan:
     @property
     def requests(self) -> Int32Array:
         """``[R']`` the requests that keep a row, ascending."""
-        return np.flatnonzero(self.kept_lens).astype(np.int32)
+        return self.kept_lens.nonzero()[0].astype(np.int32)
 
 
 def exact_rows(num_late_layers: int, window: int) -> int:
@@ -60,7 +60,7 @@ def exact_rows(num_late_layers: int, window: int) -> int:
 def first_kept(prefill_lens: npt.ArrayLike, keep_last: int, align: int = 1) -> Int32Array:
     """``begin``: the first position that a prompt of ``prefill_lens`` tokens keeps under ``final``, int32 ``[R]``."""
     begin = np.maximum(np.asarray(prefill_lens, dtype=np.int32) - keep_last, 0)
-    return (begin // align * align).astype(np.int32)
+    return begin if align == 1 else begin // align * align
 
 
 def bounded_prefills(
@@ -73,7 +73,11 @@ def bounded_prefills(
     align: int = 1,
 ) -> BoolArray:
     """``[R]`` prompts that ``final`` bounds. It does not depend on the chunk, so it never changes while prefilling."""
-    begin = first_kept(prefill_lens, keep_last, align)
+    return _saves(first_kept(prefill_lens, keep_last, align), keeps_rows, replay_start, min_saved)
+
+
+def _saves(begin: Int32Array, keeps_rows: npt.ArrayLike, replay_start: npt.ArrayLike, min_saved: int) -> BoolArray:
+    """``[R]`` whether keeping the rows from ``begin`` on saves enough of them."""
     saved = begin - np.asarray(replay_start, dtype=np.int32)
     return ~np.asarray(keeps_rows, dtype=bool) & (saved >= max(min_saved, 1))
 
@@ -121,31 +125,25 @@ def plan_replay(
         raise ValueError(f"keep_last is {keep}; it must be at least the window, {window}")
     computed, query = np.asarray(num_computed, dtype=np.int32), np.asarray(query_lens, dtype=np.int32)
     prefilling, start = np.asarray(is_prefilling, dtype=bool), np.asarray(replay_start, dtype=np.int32)
+    # Few requests, so that every call of NumPy costs more than its work: some are spared here.
     end = computed + query
     if policy == "final":
         begin = first_kept(prefill_lens, keep, align)
-        bounded = prefilling & bounded_prefills(
-            prefill_lens=prefill_lens,
-            keeps_rows=keeps_rows,
-            replay_start=start,
-            keep_last=keep,
-            min_saved=min_saved,
-            align=align,
-        )
-        kept = np.where(bounded, end - np.clip(begin, computed, end), query)
+        bounded = prefilling & _saves(begin, keeps_rows, start, min_saved)
+        kept = np.where(bounded, np.minimum(np.maximum(end - begin, 0), query), query)
     else:
         # Drafts behind the prompt may be rejected; the window of the next row still reaches W - 1 rows into the prompt.
         begin = first_kept(np.minimum(end, np.asarray(prefill_lens, dtype=np.int32)), window, align)
         bounded = prefilling & ~np.asarray(keeps_rows, dtype=bool) & (query > window) & (end - begin < query)
         kept = np.where(bounded, end - begin, query)
     dropped_before = np.zeros(len(query) + 1, dtype=np.int32)
-    np.cumsum(query - kept, out=dropped_before[1:])
+    np.add.accumulate(query - kept, out=dropped_before[1:])
     return ReplayPlan(
-        kept_lens=kept.astype(np.int32),
-        kv_start=np.where(bounded, np.maximum(begin, start), start).astype(np.int32),
+        kept_lens=kept,
+        kv_start=np.where(bounded, np.maximum(begin, start), start),
         dropped_before=dropped_before,
-        num_rows=int(kept.sum()),
-        needs_replay=bool(bounded.any()),
+        num_rows=int(np.add.reduce(kept)),
+        needs_replay=np.count_nonzero(bounded) > 0,
     )
 
 

@@ -464,12 +464,12 @@ def test_every_rank_runs_the_bucket_of_the_largest(make_graph_stepper, tokens, l
     padded = []
 
     def agree(plan, _):
-        return Agreement(True, torch.tensor([plan.num_rows, other], dtype=torch.int32))
+        return Agreement(True, (plan.num_rows, other))
 
     replay_batch = stepper.state._replay_batch
 
     def noted(step, plan, num_padded, rows):
-        padded.append((num_padded, rows.tolist()))
+        padded.append((num_padded, list(rows)))
         return replay_batch(step, plan, num_padded, rows)
 
     stepper.state._agree, stepper.state._replay_batch = agree, noted

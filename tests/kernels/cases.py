@@ -72,9 +72,13 @@ def check_gather_batch(
     num_groups: int = 3,
     padding: int = 0,
     with_kv_start: bool = True,
+    uploads: bool = False,
     seed: int = 0,
 ) -> None:
-    """``padding``: rows of the replay batch that the device's boundaries do not fill; negative: they overfill it."""
+    """``padding``: rows of the replay batch that the device's boundaries do not fill; negative: they overfill it.
+
+    ``uploads``: the kernel copies the host's tables, and reads them at their source.
+    """
     tokens = step.num_tokens
     num_padded = max(step.num_kept + padding, 0)
     count = len(step.requests)
@@ -99,15 +103,23 @@ def check_gather_batch(
     # The host's tables are slices of one upload, at any address.
     upload = torch.cat([torch.tensor([7]), step.dropped_before, torch.tensor(step.requests)]).to(torch.int32).to(device)
     num_reqs = len(step.lens)
+    dropped_before, requests = upload[1 : num_reqs + 2], upload[num_reqs + 2 :]
+    if uploads:
+        # More than both tables, as `ReplayBuffers` packs it; nobody may read its copy before it is there.
+        source = torch.cat((upload[1:], torch.full((600,), 11, dtype=torch.int32, device=device)))
+        out["copy"] = Canvas(tuple(source.shape), torch.int32, device)
+        expected["copy"] = source.cpu()
+        extra["upload"] = source, out["copy"].tensor
+        dropped_before, requests = dropped_before.clone().fill_(-5), requests.clone().fill_(-5)
     kernels.gather_batch(
         query_start_loc=step.query_start_loc.to(device),
-        dropped_before=upload[1 : num_reqs + 2],
-        requests=upload[num_reqs + 2 :],
+        dropped_before=dropped_before,
+        requests=requests,
         positions=positions.to(device),
         slot_mappings=slots.to(device),
         num_padded=num_padded,
         **extra,
-        **{name: canvas.tensor for name, canvas in out.items()},
+        **{name: canvas.tensor for name, canvas in out.items() if name != "copy"},
     )
     for name, canvas in out.items():
         canvas.check(expected[name] if num_padded else expected[name][..., :0], f"gather_batch {name}")

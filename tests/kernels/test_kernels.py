@@ -91,6 +91,7 @@ def test_gather_batch(shape, device):
     for padding in (0, 1, 37):
         cases.check_gather_batch(step, device=device, padding=padding, num_groups=1 + seed, seed=seed)
     cases.check_gather_batch(step, device=device, with_kv_start=False, seed=seed)
+    cases.check_gather_batch(step, device=device, with_kv_start=False, uploads=True, padding=3, seed=seed)
 
 
 def test_gather_batch_of_many_requests_and_groups(device):
