@@ -3,7 +3,6 @@
 The target verifies every draft, so a wrong draft costs speed and never a token: the tests compare what is drafted.
 """
 
-import functools
 import math
 from dataclasses import replace
 
@@ -23,7 +22,7 @@ from vllm_ascend_replay.layer_plan import read_layer_plan
 # The first prompt ends in a chunk of 5 rows, less than a window. Both are bounded, also in `exact`, which keeps more.
 CHUNK, LENGTHS = (48, (101, 90)) if ON_A5 else (95, (290, 280))
 PROMPTS = {name: tokens(n, n) for name, n in zip("ab", LENGTHS)}
-OUTPUT = 7
+OUTPUT = 6
 
 
 def start(*, drafts=True, engine=None, **config):
@@ -33,17 +32,16 @@ def start(*, drafts=True, engine=None, **config):
     return s
 
 
-def serve(s):
-    """Two prompts in chunks, the second beside decodes, and the first preempted while it decodes."""
-    preempted = []
+def serve(s, *, preempt=False):
+    """Two prompts in chunks, the second beside decodes; `preempt`: the first is preempted while it decodes."""
 
-    def preempt(session):
-        if not preempted and len(session.traces["a"].output) >= 4:
-            preempted.append(True)
-            session.preempt("a")
+    def each_step(session):
+        if waiting and len(session.traces["a"].output) >= 3:
+            session.preempt(waiting.pop())
 
-    s.run(PROMPTS, CHUNK, max_tokens=OUTPUT, arrivals={"b": len(PROMPTS["a"]) // CHUNK + 1}, each_step=preempt)
-    assert len(s.traces["a"].hits) == 2
+    waiting = ["a"] if preempt else []
+    s.run(PROMPTS, CHUNK, max_tokens=OUTPUT, arrivals={"b": len(PROMPTS["a"]) // CHUNK + 1}, each_step=each_step)
+    assert len(s.traces["a"].hits) == 1 + preempt
     return s
 
 
@@ -82,17 +80,14 @@ class Spoiler:
         return hidden, aux
 
 
-@functools.cache
-def served(**config):
+def served(*, preempt, **config):
     """Tokens and drafts of `serve`; dropped rows are NaN to the drafter."""
     s = start(**config)
     spoiler = Spoiler(s, math.nan) if config.get("replay", True) else None
-    serve(s)
+    serve(s, preempt=preempt)
     if spoiler is not None:
+        assert spoiler.rows
         assert any(0 < step.kept < step.rows and step.reqs > 1 for step in s.steps)
-    if not config.get("drafts", True):
-        return output(s), []
-    assert spoiler is None or spoiler.rows
     found = drafts(*s.traces.values())
     # Some drafts stood: fewer steps than tokens.
     assert len(found) < len(PROMPTS) * OUTPUT
@@ -103,15 +98,16 @@ def served(**config):
 
 
 def test_tokens_are_those_without_a_drafter():
-    assert served()[0] == served(drafts=False)[0]
+    plain = start(drafts=False)
+    plain.run(PROMPTS, max_tokens=OUTPUT)
+    assert served(preempt=False)[0] == output(plain)
 
 
 def test_exact_drafts_what_is_drafted_without_the_package():
-    """Every token of every draft, and the very rows it is read from; `window` is close, as the target is."""
-    want, got = served(replay=False), served(keep="exact")
+    """Every token of every draft, and the very rows it is read from, also of a preempted request that resumes."""
+    want, got = served(replay=False, preempt=True), served(keep="exact", preempt=True)
     assert got[0] == want[0]
     assert equal(got[1], want[1])
-    assert not equal(served()[1], want[1])
 
 
 @pytest.mark.parametrize("policy", ["final", "chunk"])
@@ -132,18 +128,25 @@ def test_dropped_rows_are_never_read(policy):
 
 @pytest.mark.skipif(ON_A5, reason="the same code on both profiles")
 def test_graphs_draft_what_eager_layers_draft():
-    """Decodes, replay layers and drafter out of graphs; the drafter's states are in a graph's memory by then."""
-    compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [5, 10]}
-    engine = {"enforce_eager": False, "compilation_config": compilation}
-    s = start(engine=engine, keep="exact", graph_sizes="64,192")
+    """Replay layers out of graphs, in whose memory the drafter's graphs work too; the aux states are the same."""
+    compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [5]}
+    s = start(engine={"enforce_eager": False, "compilation_config": compilation}, graph_sizes="64")
     s.rank.capture()
     poison(s.rank)
-    before = stats.snapshot()["graph_steps"]
-    serve(s)
-    assert stats.snapshot()["graph_steps"] > before
-    assert output(s) == served(keep="exact")[0]
-    got = [d.tokens.tolist() for t in s.traces.values() for d in t.drafts]
-    assert got == [d.tokens.tolist() for d in served(keep="exact")[1]]
+    graphs, seen = s.rank.state.replay_graphs, []
+    for name, own in (("graph", graphs), ("eager", None)):
+        s.rank.state.replay_graphs = own
+        before = stats.snapshot()["graph_steps"]
+        s.rank.add(name, PROMPTS["a"], max_tokens=2 + OUTPUT)
+        _, state, _ = s.rank.step()
+        assert stats.snapshot()["graph_steps"] - before == (own is not None)
+        drafted = [s.rank.drafter.draft_tokens[0].tolist()]
+        while s.rank.scheduler.has_unfinished_requests():
+            s.rank.step()
+            drafted.append(s.rank.drafter.draft_tokens[0].tolist())
+        seen.append((torch.stack(state.aux_hidden_states), drafted))
+    assert torch.equal(seen[0][0], seen[1][0])
+    assert seen[0][1] == seen[1][1]
 
 
 # ---- prefix hits ----------------------------------------------------------------------------------------------------
