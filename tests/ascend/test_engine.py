@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_llm_without_and_with_replay():
-    """`LLM(...)` three times: without the package, with it, and lossless; the demo compares and exits accordingly."""
+    """`LLM(...)`: without the package, with it, lossless in graphs; the demo compares and exits accordingly."""
     run = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "ascend_demo.py")],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -24,6 +24,7 @@ def test_llm_without_and_with_replay():
     )
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
     assert "rows dropped: yes" in run.stdout
+    assert "replay batches of the exact run out of graphs: yes" in run.stdout
     assert "exact equals the run without the package: yes" in run.stdout
     assert run.stdout.count("ReplayAscendDeepseekV41ForCausalLM") == 2
 
