@@ -28,6 +28,8 @@ class Job:
     keep: str = "window"
     graph_sizes: str = ""
     """Sizes of replay graphs; none: eager."""
+    drafts: bool = False
+    """Beside the DSpark drafter."""
     replay: bool = True
     weights: str = ""
     """File with whole weights, for TP."""
@@ -71,26 +73,30 @@ def run_dp(job: Job, rank: int) -> dict:
     from tests.npu_emulator.graphs import LOG, kernel
     from tests.npu_emulator.rank import Rank
     from tests.npu_emulator.session import Session, Trace, poison, tokens
-    from tests.npu_emulator.tiny import make_vllm_config
+    from tests.npu_emulator.tiny import DRAFTS, DSPARK, make_vllm_config
 
     engine = {"data_parallel_size": job.ranks, "data_parallel_backend": "mp"}
     if job.graph_sizes:
         engine |= {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
+    drafter = DSPARK if job.drafts else {}
+    if job.drafts:
+        engine |= DRAFTS
     with support.settings(keep=job.keep, graph_sizes=job.graph_sizes or None):
         if job.replay:
             support.register()
-        config = make_vllm_config(engine=engine, **job.config)
+        config = make_vllm_config(engine=engine, **drafter, **job.config)
         p = config.parallel_config
         p.data_parallel_rank = p.data_parallel_index = rank
         p.data_parallel_master_ip, p.data_parallel_master_port = "127.0.0.1", job.port
         p._data_parallel_master_port_list = [job.port + i for i in range(1, 6)]
         session = Session(Rank(config))
 
-    real, mismatches, late_rows = patches.moe_forward_impl, [], []
+    real, mismatches, late_rows, draft_rows = patches.moe_forward_impl, [], [], []
 
     def moe(runner, hidden_states, *args, **kwargs):
         """The exchange a MoE layer owes its group: every rank must be in the same layer, with the rows agreed on."""
-        layer = int(runner.layer_name.split("layers.")[1].split(".")[0])
+        stack, _, number = runner.layer_name.removesuffix(".mlp.experts").rpartition(".")
+        layer = int(number) + (8 if stack.endswith("mtp") else 0)
         mine = torch.tensor([layer, hidden_states.shape[0]])
         everyone = [torch.empty_like(mine) for _ in range(job.ranks)]
         dist.all_gather(everyone, mine, group=get_dp_group().cpu_group)
@@ -99,6 +105,8 @@ def run_dp(job: Job, rank: int) -> dict:
             mismatches.append((layer, [t.tolist() for t in everyone], agreed))
         if layer == 7:
             late_rows.append([int(t[1]) for t in everyone])
+        if layer == 8:
+            draft_rows.append([int(t[1]) for t in everyone])
         return real(runner, hidden_states, *args, **kwargs)
 
     from vllm_ascend.ops.fused_moe.fused_moe import AscendMoERunner
@@ -123,6 +131,8 @@ def run_dp(job: Job, rank: int) -> dict:
     return {
         "mismatches": mismatches,
         "late_rows": late_rows,
+        "draft_rows": draft_rows,
+        "draft_nan": any(bool(d.hidden.isnan().any()) for t in session.traces.values() for d in t.drafts),
         "replays": LOG.count("replay"),
         "kept": [s.kept for s in session.steps],
         "reports": reports,

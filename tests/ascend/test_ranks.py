@@ -83,6 +83,22 @@ def test_data_parallel_ranks_run_the_bucket_of_the_largest(tmp_path):
     assert all(max(rows) <= 2 for rows in first["late_rows"] if rows not in buckets)
 
 
+@pytest.mark.skipif(not ON_A5, reason="nothing here depends on the device: the A5 profile has it")
+def test_data_parallel_ranks_draft_together(tmp_path):
+    """The DSpark drafter's layers meet their peers too, also where a rank keeps no row or has nothing to do."""
+    prompts = [{"a": 250, "b": 120}, {"c": 12}]
+    first, second = run(Job(2, "dp", free_port(), prompts, steps=8, chunk=100, drafts=True), tmp_path)
+    assert first["mismatches"] == second["mismatches"] == []
+    for result in (first, second):
+        assert not result["unfinished"]
+        assert not result["draft_nan"]
+        for name, r in result["reports"].items():
+            assert (r["bounded"] <= TIE, r["zero"], r["nan"]) == (True, True, False), (name, r)
+    assert 0 in first["kept"]
+    assert first["draft_rows"] == second["draft_rows"]
+    assert len(first["draft_rows"]) == 8
+
+
 @pytest.mark.parametrize("keep", ["window"])
 def test_tensor_parallel_equals_one_rank(tmp_path, keep):
     prompts = [{"a": 300, "b": 150}]
