@@ -281,10 +281,11 @@ def measure(
         for turn in range(-1, rounds * 5 if case.prefix else rounds):
             if turn > 0 and time.perf_counter() > until:
                 break
-            if turn < 0 and not case.prefix and number:
-                continue  # the first case and the hit have a round that does not count: kernels are compiled in it
             first = max(turn, 0) % len(names)
-            for name in names[first:] + names[:first]:
+            turns = names[first:] + names[:first]
+            if turn < 0 and not case.prefix and number:
+                turns = names[:1]  # this round does not count: what the case is first to need is compiled in it
+            for name in turns:
                 if not case.prefix:
                     bench.warm_prefix(case)
                 # A suffix that an arm has run is in the prefix cache.
@@ -341,6 +342,16 @@ def print_table(results: Mapping[str, Any]) -> None:
             )
 
 
+def command(name: str, arguments: argparse.Namespace) -> str:
+    """How a benchmark was called; files are left out."""
+    options = [
+        f"--{key.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for key, value in vars(arguments).items()
+        if value and key != "json"
+    ]
+    return " ".join(["python -m benchmarks." + name, *options])
+
+
 def _chosen(names: str | None, table: Mapping[str, Any], what: str) -> dict[str, Any]:
     wanted = list(table) if names is None else [name.strip() for name in names.split(",")]
     if unknown := [name for name in wanted if name not in table]:
@@ -377,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ready = time.perf_counter() - began
     print(f"engine ready after {ready:.0f} s", flush=True)
     report: dict[str, Any] = {
-        "command": "python -m benchmarks.engine_gpu " + " ".join(sys.argv[1:] if argv is None else argv),
+        "command": command("engine_gpu", arguments),
         "date": datetime.now(UTC).date().isoformat(),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "vllm": vllm.__version__},

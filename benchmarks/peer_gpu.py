@@ -58,6 +58,7 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
+from benchmarks.engine_gpu import command
 from benchmarks.kernels_gpu import count_launches
 from vllm_ascend_replay import reference
 from vllm_ascend_replay.batch import KeptRows, ReplayBatch, shrink_input_batch
@@ -435,7 +436,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("targets of an H200: " + ("met" if not missed else "MISSED\n  " + "\n  ".join(missed)))
     if arguments.json:
         report = {
-            "command": "python -m benchmarks.peer_gpu " + " ".join(sys.argv[1:] if argv is None else argv),
+            "command": command("peer_gpu", arguments),
             "date": datetime.now(UTC).date().isoformat(),
             "device": name,
             "versions": {"torch": torch.__version__, "triton": triton.__version__, "vllm": vllm.__version__},
