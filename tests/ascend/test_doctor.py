@@ -37,7 +37,7 @@ main()
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny.write_config(tmp_path_factory.mktemp("model"))
+    return tiny.write_config(tmp_path_factory.mktemp("model"), **tiny.DSPARK)
 
 
 def doctor(tmp_path, model, *arguments, plugins=PLUGINS):
@@ -53,7 +53,8 @@ def doctor(tmp_path, model, *arguments, plugins=PLUGINS):
 
 
 def test_it_would_run(tmp_path, model):
-    status, output, report = doctor(tmp_path, model)
+    drafts = json.dumps(tiny.DRAFTS["speculative_config"])
+    status, output, report = doctor(tmp_path, model, "--speculative-config", drafts)
     assert status == 0, output
     assert (report["host"], report["reason"]) == ("ascend", None)
     assert report["layer_plan"]["cut"] == 4

@@ -44,7 +44,7 @@ TURN_ON: Mapping[str, str] = {
     "dp-coordination": "--data-parallel-size 1",
     "lora": "without --enable-lora",
     "prompt-embeds": "without --enable-prompt-embeds",
-    "drafter": "without --speculative-config, or with its method ngram",
+    "drafter": "without --speculative-config, or with its method ngram (vllm-ascend: also dspark)",
     "pooling": "--runner generate",
     "routed-experts": "without --enable-return-routed-experts",
     "kv-connector": "without --kv-transfer-config",
