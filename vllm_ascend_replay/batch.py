@@ -101,7 +101,6 @@ class KeptRows:
             out,
             query_start_loc=self.query_start_loc,
             dropped_before=self.dropped_before,
-            rows=self.rows,
         )
         return out
 

@@ -717,7 +717,6 @@ def scatter_rows(
     *,
     query_start_loc: torch.Tensor,
     dropped_before: torch.Tensor,
-    rows: torch.Tensor | None = None,
 ) -> None:
     """Scatter compact rows into whole-step tensors and zero every other row, each element written once.
 
@@ -729,7 +728,6 @@ def scatter_rows(
         out: tensors ``[T, ...]``, contiguous, same dtypes and row shapes. ``T == 0`` launches nothing.
         query_start_loc: int32 ``[R + 1]``, device boundaries of the step, not decreasing.
         dropped_before: int32 ``[R + 1]``, rows left out before each boundary.
-        rows: not needed: the boundaries say where each row goes, in runs.
 
     No output may alias an input or another output.
 
