@@ -203,11 +203,16 @@ class ReplayModelState:
 
     # -- the plan -----------------------------------------------------------------------------------------------
 
+    def replay_starts(self, input_batch: Any) -> np.ndarray:
+        """First position that each request's prefix hit replays, int32 ``[R]``; 0 where nothing is replayed."""
+        n = input_batch.num_reqs
+        # Decodes stand above the hit.
+        starts = self.replay_starts_np[input_batch.idx_mapping_np[:n]]
+        return np.where(input_batch.is_prefilling_np[:n], starts, np.int32(0))
+
     def plan_step(self, input_batch: Any) -> ReplayPlan:
         """The step's plan; see `plan.plan_replay`."""
         n = input_batch.num_reqs
-        at = input_batch.idx_mapping_np[:n]
-        prefilling = input_batch.is_prefilling_np[:n]
         boundaries = input_batch.query_start_loc_np
         query = boundaries[1 : n + 1] - boundaries[:n]
         return plan_replay(
@@ -215,10 +220,9 @@ class ReplayModelState:
             num_computed=input_batch.num_computed_prefill_tokens_np[:n],
             query_lens=query,
             prefill_lens=input_batch.prefill_len_np[:n],
-            is_prefilling=prefilling,
-            keeps_rows=self.replay_keeps_rows_np[at],
-            # Decodes stand above the hit: nothing is replayed for them.
-            replay_start=np.where(prefilling, self.replay_starts_np[at], 0),
+            is_prefilling=input_batch.is_prefilling_np[:n],
+            keeps_rows=self.replay_keeps_rows_np[input_batch.idx_mapping_np[:n]],
+            replay_start=self.replay_starts(input_batch),
             window=self.replay_window,
             keep_last=self.replay_keep_last,
             policy=self.replay_settings.policy,
@@ -331,7 +335,6 @@ class ReplayModelState:
         if parallel.data_parallel_size > 1 or getattr(parallel, "use_sequence_parallel_moe", False):
             across = torch.tensor(rows_across_dp, dtype=torch.int32)
             dp_metadata = DPMetadata.make(parallel, num_padded, across)
-        at = step.input_batch.idx_mapping_np[:n]
         assert self.replay_buffers is not None
         # Adaptive verification resizes drafts on the device only.
         exact = not getattr(step.input_batch, "num_draft_tokens", 0)
@@ -340,7 +343,7 @@ class ReplayModelState:
             query_start_loc=leading(step.input_batch.query_start_loc, n + 1),
             positions=step.input_batch.positions,
             slot_mappings=step.slot_mappings,
-            replay_start=np.where(step.input_batch.is_prefilling_np[:n], self.replay_starts_np[at], 0),
+            replay_start=self.replay_starts(step.input_batch),
             num_padded=num_padded,
             host_boundaries=step.input_batch.query_start_loc_np[: n + 1] if exact else None,
         )

@@ -51,7 +51,8 @@ class ReferenceModelState(ReplayModelState, DefaultModelState):
 
     def __init__(self, vllm_config: VllmConfig, model: Any, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        self._start_np = np.zeros(self.max_num_reqs, dtype=np.int32)
+        # Prefix hits are replayed on the encoder side whether or not decoder replay is on.
+        self.replay_starts_np = np.zeros(self.max_num_reqs, dtype=np.int32)
         self._start = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._no_start = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._start_staging = UvaBufferPool(self.max_num_reqs, torch.int32)
@@ -101,7 +102,7 @@ class ReferenceModelState(ReplayModelState, DefaultModelState):
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         super().add_request(req_index, new_req_data)
-        self._start_np[req_index] = self.request_replay_start(new_req_data)
+        self.replay_starts_np[req_index] = self.request_replay_start(new_req_data)
         self.track_replay_request(req_index, new_req_data)
 
     def request_replay_start(self, new_request: Any) -> int:
@@ -193,8 +194,7 @@ class ReferenceModelState(ReplayModelState, DefaultModelState):
         if not window or not input_batch.has_prefill:
             # Decodes stand above the hit: no upload, no launch.
             return self._no_start
-        at, prefilling = input_batch.idx_mapping_np[:n], input_batch.is_prefilling_np[:n]
-        start_np = np.where(prefilling, self._start_np[at], 0).astype(np.int32)
+        start_np = self.replay_starts(input_batch)
         if not start_np.any():
             return self._no_start
         start = self._start_staging.copy_to_gpu(start_np, out=self._start[:n])
