@@ -280,6 +280,8 @@ def _counters_of(process, log):
 BY_HAND = {"steps": 4, "rows_in": 129 + 40 + 4, "rows_kept": 8 + 8 + 4}
 
 
+# tests/engine reads such ranks' counters too, without a command in between.
+@pytest.mark.slow
 def test_counters_under_tensor_parallelism(tiny_model, tmp_path):
     """Both ranks count the same."""
     ((first, second),) = run_parallel(tiny_model, tmp_path, [[129, 40]], tp=2)
@@ -288,6 +290,8 @@ def test_counters_under_tensor_parallelism(tiny_model, tmp_path):
     assert {name: first[name] for name in BY_HAND} == BY_HAND
 
 
+# tests/engine reads such ranks' counters too, without a command in between.
+@pytest.mark.slow
 def test_counters_under_data_parallelism(tiny_model, tmp_path):
     """The second rank has one short prompt and then idles: its dummy batches are nobody's steps."""
     (first,), (second,) = run_parallel(tiny_model, tmp_path, [[129, 40], [5]])

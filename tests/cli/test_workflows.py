@@ -62,6 +62,7 @@ def test_npu_tests_are_found_and_say_what_they_need():
     assert "needs an Ascend NPU" in done.stdout
 
 
+@pytest.mark.slow
 def test_bench_npu_on_the_small_model(tiny_model, tmp_path):
     from vllm_ascend_replay.reference.engine import prepare_environment
     from vllm_ascend_replay.reference.server import REFERENCE_ARGUMENTS
