@@ -35,7 +35,7 @@ lint: $(CPU)/.ready  ## ruff and mypy.
 # Tests that start engines and servers, and those that do not: two processes for two cores.
 ENGINE_TESTS := tests/engine tests/cli $(wildcard tests/test_*.py)
 OTHER_HOSTS := tests/ascend tests/npu_emulator tests/npu tests/gpu
-PYTEST_CPU = $(CPU)/bin/python -m pytest -q -p no:cacheprovider -m "not slow and not gpu and not npu"
+PYTEST_CPU = $(CPU)/bin/python -m pytest -q -p no:cacheprovider --durations=25 -m "not slow and not gpu and not npu"
 
 test-engines: $(CPU)/.ready  ## Tests that start vLLM's CPU engine, servers and commands.
 	$(PYTEST_CPU) $(ENGINE_TESTS)

@@ -31,7 +31,7 @@ test-ascend: $(ASCEND)/.ready  ## Tests of the Ascend host, A2/A3 and A5 profile
 	$(MAKE) --no-print-directory -j2 --output-sync=target $(ASCEND_PROFILES:%=test-ascend-%)
 
 $(ASCEND_PROFILES:%=test-ascend-%): test-ascend-%: $(ASCEND)/.ready
-	NPU_EMU_DEVICE=$* OMP_NUM_THREADS=1 $(ASCEND)/bin/python -m pytest -q -p no:cacheprovider -m "$(ASCEND_TESTS)" tests/ascend
+	NPU_EMU_DEVICE=$* OMP_NUM_THREADS=1 $(ASCEND)/bin/python -m pytest -q -p no:cacheprovider --durations=15 -m "$(ASCEND_TESTS)" tests/ascend
 
 test-ascend-slow: ASCEND_TESTS = slow
 test-ascend-slow: test-ascend  ## Every way to share rows, on the other profile too.
