@@ -7,6 +7,7 @@ import torch
 
 from tests.npu_emulator import ON_A5, caches, numerics, operators, patches, sparse_a2, sparse_a5
 from tests.npu_emulator.checks import TIE, report
+from tests.npu_emulator.oracle import rotate
 from tests.npu_emulator.rank import Rank
 from tests.npu_emulator.session import Session, tokens
 from tests.npu_emulator.tiny import make_vllm_config
@@ -38,6 +39,14 @@ def test_draft_window_indices():
     for x, y in zip(want, got):
         assert torch.equal(x, y)
         assert x.dtype == y.dtype
+
+
+def test_rotary_of_the_drafters_keys():
+    """Judged by the oracle's rotation."""
+    x, angle = rand(3, 1, 1, 8).bfloat16(), rand(3, 4, seed=1)
+    wide = [t.repeat_interleave(2, -1).view(3, 1, 1, 8) for t in (angle.cos(), angle.sin())]
+    want = rotate(x.view(3, 8).double(), angle.cos().double(), angle.sin().double())
+    assert torch.equal(numerics.rotary_mul(x, *wide, rotary_mode="interleave").view(3, 8).double(), want)
 
 
 def test_verification_of_greedy_drafts(monkeypatch):
