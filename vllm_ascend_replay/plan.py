@@ -143,7 +143,7 @@ def plan_replay(
         kv_start=np.where(bounded, np.maximum(begin, start), start),
         dropped_before=dropped_before,
         num_rows=int(np.add.reduce(kept)),
-        needs_replay=np.count_nonzero(bounded) > 0,
+        needs_replay=bool(np.count_nonzero(bounded)),
     )
 
 
