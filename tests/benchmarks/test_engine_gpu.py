@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_every_arm_on_every_case(tmp_path):
     command = [
         sys.executable,
