@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+from importlib import import_module
 
 from tests.npu_emulator import ON_A5, checks
 from tests.npu_emulator.rank import Rank
@@ -80,6 +81,13 @@ def is_untouched():
         and ModelRegistry.models[ARCHITECTURE] == _originals["entry"]
         and Scheduler.__init__ is _originals["scheduler_init"]
     )
+
+
+def holder_of(module_name, path):
+    """What holds the last name of `path` in a module, and that name; for rows of `seams`."""
+    owner, _, attribute = path.rpartition(".")
+    holder = import_module(module_name)
+    return (getattr(holder, owner) if owner else holder), attribute
 
 
 def register():

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from tests.ascend import support
-from tests.ascend.support import ARCHITECTURE, is_untouched, make_session, register, settings, without_package
+from tests.ascend.support import (
+    ARCHITECTURE,
+    holder_of,
+    is_untouched,
+    make_session,
+    register,
+    settings,
+    without_package,
+)
 from tests.npu_emulator.session import tokens
 from vllm_ascend_replay import plugin
 from vllm_ascend_replay.ascend import model, off_reason, prefix_cap, seams
@@ -193,13 +201,8 @@ def test_registration_in_both_orders():
 
 @pytest.mark.parametrize("seam", seams.SEAMS, ids=lambda seam: seam[1])
 def test_a_moved_seam_is_named(seam, monkeypatch):
-    from importlib import import_module
-
     module_name, path, names = seam
-    owner, _, attribute = path.rpartition(".")
-    holder = import_module(module_name)
-    if owner:
-        holder = getattr(holder, owner)
+    holder, attribute = holder_of(module_name, path)
     monkeypatch.setattr(holder, attribute, None)
     assert f"{module_name}.{path}" in seams.missing_seam()
     monkeypatch.undo()

@@ -19,7 +19,7 @@ from vllm_ascend import ascend_forward_context
 from vllm_ascend.ascend_forward_context import MoECommType
 from vllm_ascend.compilation.breakable_aclgraph import BreakableACLGraphWrapper
 
-from tests.ascend.support import BLOCK, WINDOW, make_session
+from tests.ascend.support import BLOCK, WINDOW, holder_of, make_session
 from tests.npu_emulator import ON_A5, patches
 from tests.npu_emulator.checks import TIE, report
 from tests.npu_emulator.graphs import LOG
@@ -416,13 +416,8 @@ def test_sharded_states_have_no_graphs(session):
 
 @pytest.mark.parametrize("seam", seams.GRAPH_SEAMS, ids=lambda seam: seam[1])
 def test_a_moved_graph_seam_is_named(seam, monkeypatch):
-    from importlib import import_module
-
     module_name, path, names = seam
-    owner, _, attribute = path.rpartition(".")
-    holder = import_module(module_name)
-    if owner:
-        holder = getattr(holder, owner)
+    holder, attribute = holder_of(module_name, path)
     monkeypatch.setattr(holder, attribute, None)
     assert f"{module_name}.{path}" in seams.missing_seam(seams.GRAPH_SEAMS)
     assert seams.missing_seam() is None or path == "AscendInputBatch.make_dummy"
