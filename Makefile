@@ -1,8 +1,10 @@
 # Everything is set up under .venv/ in this repository; a second run reuses it.
 PYTHON ?= python3.11
 CPU := .venv/cpu
-# Compiling every module of vLLM and PyTorch takes longer than installing them; Python compiles what it imports.
+# Compiling every module of vLLM and PyTorch takes longer than installing them. Python compiles what it imports, and must
+# keep it: engines and servers start in dozens of processes, and compiling takes more than half of each one's imports.
 PIP_FLAGS := -q --disable-pip-version-check --no-compile
+export PYTHONDONTWRITEBYTECODE =
 export OMP_NUM_THREADS ?= 1
 export VLLM_NO_USAGE_STATS = 1
 export HF_HUB_OFFLINE = 1
