@@ -11,7 +11,6 @@ eagerly.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -19,11 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor, get_forward_context, set_forward_context
@@ -32,14 +26,13 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_ascend_replay.batch import KeptRows, ReplayBatch, States
+from vllm_ascend_replay.address_guard import AddressGuard
+from vllm_ascend_replay.batch import ReplayBatch, States
 from vllm_ascend_replay.config import PREFIX, ReplaySettings
 from vllm_ascend_replay.ladder import bucket_for, check_sizes, default_sizes, fit_sizes, max_buckets, prompt_rows
 from vllm_ascend_replay.tail import ReplayTail
 
 logger = init_logger("vllm.vllm_ascend_replay")
-
-_address = torch.Tensor.data_ptr
 
 
 class GraphError(RuntimeError):
@@ -94,85 +87,6 @@ class Bucket:
     """Device memory that the capture took."""
     failed: bool = False
     """A tensor moved: the bucket's batches run eagerly, padded as before."""
-
-
-class AddressGuard:
-    """Finds a tensor that is no longer where the graphs read it.
-
-    The inputs and the watched tensors, which somebody else owns, are looked at in every check. The layers' weights
-    are many. One that is replaced is found by the next check, because modules tell when a parameter or buffer is set;
-    one whose memory is exchanged under it (``weight.data = ...``) tells nobody, so each check looks at the next few.
-    """
-
-    WEIGHTS_PER_CHECK = 128
-    INPUTS = ("positions", "padding mask")
-
-    def __init__(self, watched: Mapping[str, Callable[[], torch.Tensor]], modules: Mapping[str, Any]) -> None:
-        """
-        Args:
-            watched: getters of tensors by name.
-            modules: by name; parameters and buffers of those that are modules are watched too.
-        """
-        self.names, self._getters = list(watched), list(watched.values())
-        # The owner's dict and key: a weight that was replaced, not only moved, is found as well.
-        places = {
-            f"{prefix}.{name}.{key}".replace("..", "."): (store, key)
-            for prefix, module in modules.items()
-            if isinstance(module, nn.Module)
-            for name, owner in module.named_modules()
-            for store in (owner._parameters, owner._buffers)
-            for key, tensor in store.items()
-            if tensor is not None and tensor.numel()
-        }
-        self.weight_names = list(places)
-        self._stores, self._keys = [s for s, _ in places.values()], [k for _, k in places.values()]
-        self._weights = self._weight_addresses(0, len(places))
-        self._next = 0
-        self._replaced = False
-        """A weight was set: look at all of them."""
-        layers = [module for module in modules.values() if isinstance(module, nn.Module)]
-        owners = {id(owner) for layer in layers for owner in layer.modules()}
-        this = weakref.ref(self)
-
-        def tell(module: nn.Module, name: str, value: Any) -> None:
-            guard = this()
-            if guard is not None and id(module) in owners:
-                guard._replaced = True
-
-        for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
-            weakref.finalize(self, register(tell).remove)
-
-    def snapshot(self, kept: KeptRows) -> list[int]:
-        """Where the inputs, which the rows bring along, and the watched tensors are now."""
-        return [kept.positions.data_ptr(), kept.is_padding.data_ptr(), *(get().data_ptr() for get in self._getters)]
-
-    def moved(self, kept: KeptRows, addresses: list[int]) -> str | None:
-        """The name of a tensor that has moved since ``addresses`` was taken, or ``None``."""
-        now = self.snapshot(kept)
-        if now != addresses:
-            return next(name for name, a, b in zip((*self.INPUTS, *self.names), now, addresses) if a != b)
-        if self._replaced:
-            begin, end = 0, len(self._keys)
-        else:
-            begin = self._next
-            end = min(begin + self.WEIGHTS_PER_CHECK, len(self._keys))
-            self._next = 0 if end == len(self._keys) else end
-        weights = self._weight_addresses(begin, end)
-        if weights != self._weights[begin:end]:
-            return next(
-                name for name, a, b in zip(self.weight_names[begin:end], weights, self._weights[begin:end]) if a != b
-            )
-        self._replaced = False
-        return None
-
-    def _weight_addresses(self, begin: int, end: int) -> list[int]:
-        stores, keys = self._stores[begin:end], self._keys[begin:end]
-        try:
-            return list(map(_address, map(dict.__getitem__, stores, keys)))
-        except (KeyError, TypeError):
-            # One is gone.
-            found = (store.get(key) for store, key in zip(stores, keys))
-            return [0 if tensor is None else tensor.data_ptr() for tensor in found]
 
 
 class ReplayGraphs:

@@ -560,7 +560,6 @@ def moved_positions(s):
 def test_a_moved_tensor_turns_its_bucket_off(monkeypatch):
     errors = []
     monkeypatch.setattr(graphs_module.logger, "error", lambda words, *values: errors.append(words % values))
-    monkeypatch.setattr(graphs_module.AddressGuard, "WEIGHTS_PER_CHECK", 10**6)
     sizes = (16, 24, 44)
     s = start("NONE", sizes=sizes)
     for size, move in zip(sizes, (moved_positions, replaced_weight, moved_weight)):

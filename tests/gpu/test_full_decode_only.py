@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.gpu.probe import SIZES, WINDOW, Probe, schedule, worst
+from vllm_ascend_replay.address_guard import NativeWeights
 from vllm_ascend_replay.graphs import ReplayGraphs
 from vllm_ascend_replay.reference.attention import Indexer, LatentAttention
 from vllm_ascend_replay.tail import ReplayTail
@@ -125,7 +126,8 @@ def test_guard_cost(probe, dummy):
     for _ in range(1000):
         assert guard.moved(batch.kept, bucket.addresses) is None
     cost = (time.perf_counter() - began) * 1e3
-    print(f"address guard: {cost:.1f} us a check, {len(guard.weight_names)} weights")
+    print(f"address guard: {cost:.1f} us a check of all {len(guard.weights.names)} weights")
+    assert isinstance(guard.weights, NativeWeights)
     assert cost < 20
 
 

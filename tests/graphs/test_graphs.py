@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +11,8 @@ import torch
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.forward_context import get_forward_context
 
+from vllm_ascend_replay import address_guard, stats
 from vllm_ascend_replay import graphs as graphs_module
-from vllm_ascend_replay import stats
 from vllm_ascend_replay.agreement import Agreement
 from vllm_ascend_replay.config import SettingError
 from vllm_ascend_replay.graphs import GraphError
@@ -192,9 +190,18 @@ def move_workspace(stepper):
     return "a workspace"
 
 
+@pytest.fixture(params=["native", "in turn"])
+def weights_check(request, monkeypatch):
+    """Both ways to look at the weights; in turn, all of them have theirs in every check."""
+    if request.param == "in turn":
+        monkeypatch.setattr(address_guard, "native_first_moved", lambda: None)
+        monkeypatch.setattr(address_guard.WeightsInTurn, "PER_CHECK", 10**6)
+    return request.param
+
+
+@pytest.mark.usefixtures("weights_check")
 @pytest.mark.parametrize("move", [replace_weight, move_weight, move_positions, move_workspace])
 def test_a_moved_tensor_turns_the_bucket_off(make_graph_stepper, tokens, log, monkeypatch, move):
-    monkeypatch.setattr(graphs_module.AddressGuard, "WEIGHTS_PER_CHECK", 1000)
     stepper = make_graph_stepper(capture=False)
     stepper.workspace = torch.zeros(5)
     stepper.state.replay_graphs.host.watched["a workspace"] = lambda: stepper.workspace
@@ -214,60 +221,6 @@ def test_a_moved_tensor_turns_the_bucket_off(make_graph_stepper, tokens, log, mo
     assert "graph of 8 rows is off" in errors[0]
     assert f": {name} is no longer" in errors[0]
     assert [size for size, b in stepper.state.replay_graphs.buckets.items() if b.failed] == [8]
-
-
-def replays_until_off(stepper, tokens, limit):
-    """Replays of the bucket of 8 rows before it is turned off, at most ``limit``."""
-    bucket = stepper.state.replay_graphs.buckets[8]
-    for count in range(limit):
-        request = stepper.add(tokens(20))
-        stepper.run(request)
-        stepper.finish(request)
-        if bucket.failed:
-            return count
-    return limit
-
-
-def test_weights_that_move_silently_take_turns(make_graph_stepper, tokens, monkeypatch):
-    monkeypatch.setattr(graphs_module.AddressGuard, "WEIGHTS_PER_CHECK", 7)
-    stepper = make_graph_stepper("8")
-    names = stepper.state.replay_graphs._guard.weight_names
-    turns = -(-len(names) // 7)
-    with torch.inference_mode():
-        turn = names.index(move_weight(stepper)) // 7
-    assert 0 < turn == replays_until_off(stepper, tokens, turns)
-
-
-def test_a_replaced_weight_is_found_by_the_next_replay(make_graph_stepper, tokens, monkeypatch):
-    """Whichever weights have their turn. Setting the same tensor again is no replacement."""
-    monkeypatch.setattr(graphs_module.AddressGuard, "WEIGHTS_PER_CHECK", 1)
-    stepper = make_graph_stepper("8")
-    moe = stepper.model.layers[6].moe
-    moe.w1 = moe.w1
-    assert stepper.state.replay_graphs._guard._replaced
-    assert replays_until_off(stepper, tokens, 2) == 2
-    assert not stepper.state.replay_graphs._guard._replaced
-    with torch.inference_mode():
-        replace_weight(stepper)
-    assert replays_until_off(stepper, tokens, 2) == 0
-
-
-def test_a_deleted_weight_has_moved(make_graph_stepper, monkeypatch):
-    monkeypatch.setattr(graphs_module.AddressGuard, "WEIGHTS_PER_CHECK", 10**6)
-    stepper = make_graph_stepper("8")
-    guard, kept = stepper.state.replay_graphs._guard, SimpleNamespace(positions=torch.ones(1), is_padding=torch.ones(1))
-    assert guard.moved(kept, guard.snapshot(kept)) is None
-    del stepper.model.layers[7].moe.w1
-    assert guard.moved(kept, guard.snapshot(kept)) == "layers.7.moe.w1"
-
-
-def test_a_guard_that_is_gone_listens_no_longer(make_graph_stepper):
-    listeners = torch.nn.modules.module._global_buffer_registration_hooks
-    stepper = make_graph_stepper("8")
-    before = len(listeners)
-    stepper.capture()
-    gc.collect()
-    assert len(listeners) == before
 
 
 # -- live metadata ------------------------------------------------------------------------------------------------
