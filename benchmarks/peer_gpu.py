@@ -54,7 +54,6 @@ from vllm.model_executor.kernels.mhc.triton import hc_collapse_triton
 from vllm.models.deepseek_v41.decoder_replay_layers import DecoderReplayLayers
 from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
 from vllm.platforms import current_platform
-from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
@@ -125,7 +124,7 @@ class OurState(ReplayModelState, NoMetadata):
         seq_lens, tables = self.replay_buffers.select_requests(kept, batch.seq_lens, step.block_tables, batch.num_reqs)
         batch = shrink_input_batch(batch, kept, seq_lens)
         metadata = self.prepare_attn(batch, CUDAGraphMode.NONE, tables, kept.slot_mappings, [], step.kv_cache_config)
-        slots = build_slot_mappings_by_layer(kept.slot_mappings, step.kv_cache_config)
+        slots = self.replay_buffers.slots_by_layer(kept, step.kv_cache_config)
         context = replay_context(kept, metadata, slots, dp_metadata)
         return ReplayBatch(kept, cut_context=context, late_context=context)
 

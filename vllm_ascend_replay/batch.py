@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.utils.platform_utils import is_uva_available
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.buffer_utils import UvaBufferPool
 
 from vllm_ascend_replay import kernels
@@ -118,6 +119,17 @@ class ReplayBatch:
     """Runs the batch out of a captured graph; returns ``None`` when the batch must run eagerly after all."""
 
 
+@dataclass(frozen=True)
+class _Views:
+    """Parts of the buffers for one shape of batch, and the launch that fills them."""
+
+    uploaded: torch.Tensor
+    requests: torch.Tensor
+    kept: dict[str, torch.Tensor]
+    """Fields of `KeptRows`."""
+    gather: kernels.BatchGather
+
+
 class ReplayBuffers:
     """Persistent device buffers of the replay batch, sized once."""
 
@@ -141,15 +153,15 @@ class ReplayBuffers:
         # The host would spend as long on making the views as on all the rest; batches of the same shape recur.
         self._views = functools.lru_cache(maxsize=256)(self._make_views)
         self._staging = UvaBufferPool(4 * max_num_reqs + 1, torch.int32)
+        self._kv_cache_config: Any = None
         self._reads_host_memory = device.type == "cuda" and is_uva_available()
 
-    def _make_views(self, num_reqs: int, num_kept_reqs: int, num_padded: int) -> dict[str, torch.Tensor]:
+    def _make_views(self, num_reqs: int, num_kept_reqs: int, num_padded: int) -> _Views:
         """The buffers' parts for ``R`` requests, ``R'`` with kept rows and ``N`` rows."""
         ends = [num_reqs + 1 + i * num_kept_reqs for i in range(4)]
-        return {
-            "uploaded": self._uploaded[: ends[3]],
+        uploaded, requests = self._uploaded[: ends[3]], self._uploaded[ends[0] : ends[1]]
+        kept = {
             "dropped_before": self._uploaded[: ends[0]],
-            "requests": self._uploaded[ends[0] : ends[1]],
             "kv_start": self._uploaded[ends[1] : ends[2]],
             "replay_start": self._uploaded[ends[2] : ends[3]],
             "rows": self.rows[:num_padded],
@@ -158,6 +170,17 @@ class ReplayBuffers:
             "is_padding": self.is_padding[:num_padded],
             "slot_mappings": self.slot_mappings[:, :num_padded],
         }
+        gather = kernels.BatchGather(
+            dropped_before=kept["dropped_before"],
+            requests=requests,
+            rows=kept["rows"],
+            boundaries=kept["boundaries"],
+            kept_positions=kept["positions"],
+            kept_slot_mappings=kept["slot_mappings"],
+            num_padded=num_padded,
+            uploaded=uploaded if self._reads_host_memory else None,
+        )
+        return _Views(uploaded, requests, kept, gather)
 
     def warm_up(self, slot_mappings: torch.Tensor, positions: torch.Tensor) -> None:
         """Compile the gather on these buffers, so that nothing compiles while serving."""
@@ -204,44 +227,37 @@ class ReplayBuffers:
             kv_start, replay_start = plan.kv_start[requests], replay_start[requests]
         views = self._views(num_reqs, len(requests), num_padded)
         packed = np.concatenate((plan.dropped_before, requests, kv_start, replay_start))
-        upload = None
+        source = None
         if self._reads_host_memory:
-            upload = self._staging.copy_to_uva(packed), views["uploaded"]
+            source = self._staging.copy_to_uva(packed)
         else:
-            self._staging.copy_to_gpu(packed, out=views["uploaded"])
+            self._staging.copy_to_gpu(packed, out=views.uploaded)
         kept = KeptRows(
             plan=plan,
             requests=requests,
             num_padded=num_padded,
             query_start_loc=query_start_loc,
-            dropped_before=views["dropped_before"],
-            rows=views["rows"],
-            boundaries=views["boundaries"],
-            positions=views["positions"],
-            is_padding=views["is_padding"],
-            slot_mappings=views["slot_mappings"],
-            kv_start=views["kv_start"],
-            replay_start=views["replay_start"],
             host_boundaries=host_boundaries,
+            **views.kept,
         )
-        kernels.gather_batch(
-            query_start_loc=query_start_loc,
-            dropped_before=kept.dropped_before,
-            requests=views["requests"],
-            positions=positions,
-            slot_mappings=slot_mappings,
-            rows=kept.rows,
-            boundaries=kept.boundaries,
-            kept_positions=kept.positions,
-            kept_slot_mappings=kept.slot_mappings,
-            num_padded=num_padded,
-            upload=upload,
-        )
+        views.gather(query_start_loc, positions, slot_mappings, source)
         if only_padding:
             # The padding row is a request of one row at position 0: whatever it reads is dropped.
             kept.boundaries[1:].fill_(1)
-        self._requests = views["requests"]
+        self._requests = views.requests
         return kept
+
+    def slots_by_layer(self, kept: KeptRows, kv_cache_config: Any) -> dict[str, torch.Tensor]:
+        """``kept.slot_mappings`` by layer name, as a forward context wants them; not to be written to."""
+        if kv_cache_config is not self._kv_cache_config:
+            self._kv_cache_config = kv_cache_config
+
+            @functools.lru_cache(maxsize=256)
+            def by_layer(num_padded: int) -> dict[str, torch.Tensor]:
+                return build_slot_mappings_by_layer(self.slot_mappings[:, :num_padded], kv_cache_config)
+
+            self._by_layer = by_layer
+        return self._by_layer(kept.num_padded)
 
     def select_requests(
         self, kept: KeptRows, seq_lens: torch.Tensor, block_tables: Sequence[torch.Tensor], num_reqs: int
@@ -249,7 +265,7 @@ class ReplayBuffers:
         """Device sequence lengths int32 ``[R']`` and block tables (each ``[R', n]``) of the requests with kept rows."""
         count = len(kept.requests)
         if count == num_reqs and kept.plan.num_rows:
-            return leading(seq_lens, num_reqs), tuple(leading(table, num_reqs) for table in block_tables)
+            return leading(seq_lens, num_reqs), tuple([leading(table, num_reqs) for table in block_tables])
         if not self.block_tables:
             limit = len(self.seq_lens)
             self.block_tables = [table.new_zeros((limit, *table.shape[1:])) for table in block_tables]
@@ -285,8 +301,11 @@ def shrink_input_batch(input_batch: Any, kept: KeptRows, seq_lens: torch.Tensor)
     host's subclass stay as they are.
     """
     at, plan, num_reqs = kept.requests, kept.plan, input_batch.num_reqs
+    # `dataclasses.replace` would spend longer on the fields that stay than all of this takes.
+    small = object.__new__(type(input_batch))
+    fields = small.__dict__
+    fields.update(input_batch.__dict__)
     lens = plan.kept_lens if plan.num_rows else np.ones(1, dtype=np.int32)
-    values: dict[str, Any] = {}
     if len(at) == num_reqs and plan.num_rows:
         upper = leading(input_batch.seq_lens_cpu_upper_bound, num_reqs)
     else:
@@ -295,30 +314,27 @@ def shrink_input_batch(input_batch: Any, kept: KeptRows, seq_lens: torch.Tensor)
             lens = lens[at]
         else:
             upper = torch.ones_like(upper)
-        values["req_ids"] = [input_batch.req_ids[i] for i in at]
-        values |= {name: getattr(input_batch, name)[at] for name in _PER_REQUEST}
+        fields["req_ids"] = [input_batch.req_ids[i] for i in at]
+        for name in _PER_REQUEST:
+            fields[name] = getattr(input_batch, name)[at]
     boundaries = np.zeros(len(at) + 1, dtype=np.int32)
     np.add.accumulate(lens, out=boundaries[1:])
-    # Adaptive verification may lengthen the decodes on the device, up to the step's own bound.
-    longest = max(int(np.maximum.reduce(lens)), getattr(input_batch, "max_query_len", None) or 0)
-    values |= {
-        "num_reqs": len(at),
-        "num_reqs_after_padding": len(at),
-        "num_scheduled_tokens": lens,
-        "num_tokens": int(boundaries[-1]),
-        "num_tokens_after_padding": kept.num_padded,
-        "query_start_loc": kept.boundaries,
-        "query_start_loc_np": boundaries,
-        "seq_lens": seq_lens,
-        "seq_lens_cpu_upper_bound": upper,
-        "positions": kept.positions,
-        "max_query_len": longest,
-        "fast_prefill": None,
-        "prompt_lens": None,
-        "dcp_local_seq_lens": None,
-        "prefill_runs_as_decode_np": None,
-    }
-    # `dataclasses.replace` would spend longer on the fields that stay than all of the above takes.
-    small = object.__new__(type(input_batch))
-    small.__dict__.update(input_batch.__dict__, **values)
+    fields.update(
+        num_reqs=len(at),
+        num_reqs_after_padding=len(at),
+        num_scheduled_tokens=lens,
+        num_tokens=int(boundaries[-1]),
+        num_tokens_after_padding=kept.num_padded,
+        query_start_loc=kept.boundaries,
+        query_start_loc_np=boundaries,
+        seq_lens=seq_lens,
+        seq_lens_cpu_upper_bound=upper,
+        positions=kept.positions,
+        # Adaptive verification may lengthen the decodes on the device, up to the step's own bound.
+        max_query_len=max(*lens.tolist(), getattr(input_batch, "max_query_len", None) or 0),
+        fast_prefill=None,
+        prompt_lens=None,
+        dcp_local_seq_lens=None,
+        prefill_runs_as_decode_np=None,
+    )
     return small

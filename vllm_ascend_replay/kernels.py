@@ -201,7 +201,12 @@ def _search_steps(num_reqs: int) -> int:
 
 
 def _table_grid(num_rows: int, device: torch.device) -> tuple[int]:
-    return (min(triton.cdiv(num_rows, _LINE.value), num_programs(device), tuning(device).table_programs),)
+    return (min(_ceil_div(num_rows, _LINE.value), num_programs(device), tuning(device).table_programs),)
+
+
+def _ceil_div(a: int, b: int) -> int:
+    # `triton.cdiv` is a kernel's function first: called on the host it takes microseconds.
+    return -(-a // b)
 
 
 _compiled: dict[tuple[object, ...], Any] = {}
@@ -237,7 +242,11 @@ def _launch(
     if compiled is None:
         _compiled[key] = kernel[grid](*arguments, *constants, **dict(options))
     else:
-        compiled[(*grid, 1, 1)](*arguments, *constants)
+        # Told the stream, Triton does not look for the device first. Its launcher asks a tensor for its address and the
+        # driver whether that is the device's; an integer it takes as it is.
+        stream = triton.runtime.driver.active.get_current_stream(device.index)
+        plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+        compiled[(*grid, 1, 1)](*plain, *constants, stream=stream)
 
 
 # -- the replay batch -----------------------------------------------------------------------------------------------
@@ -337,21 +346,88 @@ def _gather_batch_kernel(
             tl.store(kept_slots_ptr + g * kept_slot_stride + t + lane, minus_one, mask=live)
 
 
+class BatchGather:
+    """`gather_batch` into the same tensors again and again: what stays from step to step is settled once.
+
+    The arguments are those of `gather_batch`.
+
+    Raises:
+        ValueError: only one of ``kv_start`` and ``kept_kv_start`` was given.
+    """
+
+    def __init__(
+        self,
+        *,
+        dropped_before: torch.Tensor,
+        requests: torch.Tensor,
+        rows: torch.Tensor,
+        boundaries: torch.Tensor,
+        kept_positions: torch.Tensor,
+        kept_slot_mappings: torch.Tensor,
+        num_padded: int,
+        kv_start: torch.Tensor | None = None,
+        kept_kv_start: torch.Tensor | None = None,
+        uploaded: torch.Tensor | None = None,
+    ) -> None:
+        if (kv_start is None) != (kept_kv_start is None):
+            raise ValueError("kv_start and kept_kv_start go together")
+        self._device = device = rows.device
+        self._num_padded = num_padded
+        self._grid = _table_grid(num_padded, device) if num_padded else (0,)
+        self._dropped_before = dropped_before
+        num_kept_reqs, num_reqs = requests.shape[0], dropped_before.shape[0] - 1
+        # The kernel reads one request even if there is none.
+        self._requests = requests if num_kept_reqs else dropped_before
+        self._kv_start = kv_start
+        self._outputs = (
+            rows,
+            boundaries,
+            kept_kv_start,
+            kept_positions,
+            kept_slot_mappings,
+            kept_slot_mappings.stride(0),
+            uploaded,
+            0 if uploaded is None else uploaded.shape[0],
+            num_reqs,
+            num_kept_reqs,
+            num_padded,
+            num_reqs.bit_length(),
+        )
+        # GROUPS, KV_START, UPLOAD, BLOCK
+        uploads = uploaded is not None
+        self._constants = (kept_slot_mappings.shape[0], kv_start is not None, uploads, tuning(device).table_block)
+
+    def __call__(
+        self,
+        query_start_loc: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mappings: torch.Tensor,
+        source: torch.Tensor | None = None,
+    ) -> None:
+        """Launch; ``source`` is what to upload."""
+        if self._num_padded == 0:
+            return
+        arguments = (
+            query_start_loc,
+            self._dropped_before if source is None else source,
+            self._requests,
+            self._kv_start,
+            positions,
+            slot_mappings,
+            slot_mappings.stride(0),
+            *self._outputs,
+        )
+        types = (positions.dtype, slot_mappings.dtype)
+        _launch(_gather_batch_kernel, self._grid, self._device, arguments, self._constants, types)
+
+
 def gather_batch(
     *,
     query_start_loc: torch.Tensor,
-    dropped_before: torch.Tensor,
-    requests: torch.Tensor,
     positions: torch.Tensor,
     slot_mappings: torch.Tensor,
-    rows: torch.Tensor,
-    boundaries: torch.Tensor,
-    kept_positions: torch.Tensor,
-    kept_slot_mappings: torch.Tensor,
-    num_padded: int,
-    kv_start: torch.Tensor | None = None,
-    kept_kv_start: torch.Tensor | None = None,
     upload: tuple[torch.Tensor, torch.Tensor] | None = None,
+    **tensors: Any,
 ) -> None:
     """Fill the replay batch's row table, boundaries, positions, slot mappings and KV starts in one launch.
 
@@ -380,44 +456,8 @@ def gather_batch(
     Raises:
         ValueError: only one of ``kv_start`` and ``kept_kv_start`` was given.
     """
-    if (kv_start is None) != (kept_kv_start is None):
-        raise ValueError("kv_start and kept_kv_start go together")
-    if num_padded == 0:
-        return
-    num_kept_reqs = requests.shape[0]
-    num_reqs = query_start_loc.shape[0] - 1
-    device = rows.device
-    source, uploaded = upload or (dropped_before, None)
-    _launch(
-        _gather_batch_kernel,
-        _table_grid(num_padded, device),
-        device,
-        (
-            query_start_loc,
-            source,
-            # The kernel reads one request even if there is none.
-            requests if num_kept_reqs else query_start_loc,
-            kv_start,
-            positions,
-            slot_mappings,
-            slot_mappings.stride(0),
-            rows,
-            boundaries,
-            kept_kv_start,
-            kept_positions,
-            kept_slot_mappings,
-            kept_slot_mappings.stride(0),
-            uploaded,
-            0 if uploaded is None else uploaded.shape[0],
-            num_reqs,
-            num_kept_reqs,
-            num_padded,
-            num_reqs.bit_length(),
-        ),
-        # GROUPS, KV_START, UPLOAD, BLOCK
-        (slot_mappings.shape[0], kv_start is not None, upload is not None, tuning(device).table_block),
-        (positions.dtype, slot_mappings.dtype),
-    )
+    source, uploaded = upload or (None, None)
+    BatchGather(uploaded=uploaded, **tensors)(query_start_loc, positions, slot_mappings, source)
 
 
 # -- runs of rows ---------------------------------------------------------------------------------------------------
@@ -618,7 +658,7 @@ def gather_states(rows: torch.Tensor, states: Sequence[torch.Tensor], out: Seque
     for at in range(0, len(sources), _MAX_GATHERED):
         some = slice(at, at + _MAX_GATHERED)
         shape = _cut_rows(cut, cut.gather_rows, targets[some], widths[some])
-        items = triton.cdiv(num_rows, shape["ROWS"]) * cut.gather_parts
+        items = _ceil_div(num_rows, shape["ROWS"]) * cut.gather_parts
         grid = (min(items, num_programs(rows.device)),)
         _launch(
             _gather_states_kernel,
@@ -745,7 +785,7 @@ def scatter_rows(
     for at in range(0, len(sources), _MAX_SCATTERED):
         some = slice(at, at + _MAX_SCATTERED)
         shape = _cut_rows(cut, cut.scatter_rows, targets[some], widths[some])
-        items = triton.cdiv(num_rows, shape["ROWS"]) * cut.scatter_parts
+        items = _ceil_div(num_rows, shape["ROWS"]) * cut.scatter_parts
         grid = (min(items, num_programs(out[0].device)),)
         _launch(
             _scatter_rows_kernel,

@@ -198,8 +198,11 @@ class AscendReplayState(ReplayModelState):
         requests = self._replay_requests(step, kept)
         share = None if self._sharing is None else self._sharing.share(step, kept, self.pcp_context)  # type: ignore[attr-defined]
         cut, late = self._tail_metadata.build(kept, requests, step.kv_cache_config, share)
-        by_group = kept.slot_mappings if share is None else share.slot_mappings
-        slots = build_slot_mappings_by_layer(by_group, step.kv_cache_config)
+        if share is None:
+            assert self.replay_buffers is not None
+            slots = self.replay_buffers.slots_by_layer(kept, step.kv_cache_config)
+        else:
+            slots = build_slot_mappings_by_layer(share.slot_mappings, step.kv_cache_config)
         assert self.replay_tail is not None
         layout = self.replay_tail.layout
         contexts = [replay_context(kept, m, slots, dp_metadata, self.vllm_config, layout) for m in (cut, late)]

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
-from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.buffer_utils import UvaBufferPool
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
@@ -244,7 +243,7 @@ class ReferenceModelState(ReplayModelState, DefaultModelState):
         # go to the prefix cache.
         for prefix in self._compressed_prefixes:
             metadata[prefix].slot_mapping = self._no_slots[: kept.num_padded]
-        slots = build_slot_mappings_by_layer(kept.slot_mappings, step.kv_cache_config)
+        slots = self.replay_buffers.slots_by_layer(kept, step.kv_cache_config)
         context = replay_context(kept, metadata, slots, dp_metadata, self.model.layout)
         return ReplayBatch(kept, cut_context=context, late_context=context)
 
