@@ -15,7 +15,7 @@ import time
 import traceback
 from dataclasses import dataclass, field
 
-TIMEOUT, GRACE = 500, 20
+TIMEOUT, GRACE = 500, 8
 """Seconds that ranks may take, and that those left have once one has failed."""
 
 
@@ -264,12 +264,13 @@ def run_topology(name, folder):
 
 def main():
     folder = pathlib.Path(sys.argv[1])
-    from tests.npu_emulator import activate
+    from tests.npu_emulator import activate, freeze_imports
 
     activate()
     from tests.ascend import support
 
     support.remember_originals()
+    freeze_imports()
     for name in sys.argv[2:] or TOPOLOGIES:
         run_topology(name, folder)
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from . import sparse_a5
 
 F64 = torch.float64
+ROWS = 64
+"""Rows that attend at a time."""
 
 
 def b16(x):
@@ -183,14 +185,23 @@ class Oracle:
                 self.select(a, x, qr, cos, sin, visible, state)
             far = self.stored(state["long"], sparse_a5.COMPRESSED)
             ok, keys = torch.cat((ok, state["picked"] & visible), 1), torch.cat((keys, far))
-        logit = torch.einsum("nhd,kd->nhk", q, keys) * D**-0.5
-        logit = logit.masked_fill(~ok.unsqueeze(1), -math.inf)
-        sink = self.w(a.attn_sink).view(1, -1, 1).expand(n, -1, 1)
-        p = torch.cat((logit, sink), -1).softmax(-1)[..., :-1]
-        o = rotate(b16(torch.einsum("nhk,kd->nhd", p, keys)), cos, -sin)
+        sink = self.w(a.attn_sink).view(1, -1, 1)
+        # Few rows at a time, and of the keys those that one of them sees: the rest has no weight.
+        rows = zip(q.split(ROWS), ok.split(ROWS))
+        o = rotate(b16(torch.cat([self.attend(few, sees, keys, sink) for few, sees in rows])), cos, -sin)
         o = o.reshape(n, c.o_groups, -1)
         o = b16(torch.einsum("ngi,gio->ngo", o, self.w(a.wo_a.weight))).reshape(n, -1)
         return self.project(o, a.wo_b)
+
+    @staticmethod
+    def attend(q, ok, keys, sink):
+        """Rows q [n, heads, D] over the keys [k, D] that ok [n, k] lets them see."""
+        some = ok.any(0)
+        ok, keys = ok[:, some], keys[some]
+        logit = torch.einsum("nhd,kd->nhk", q, keys) * keys.shape[1] ** -0.5
+        logit = logit.masked_fill(~ok.unsqueeze(1), -math.inf)
+        p = torch.cat((logit, sink.expand(len(q), -1, 1)), -1).softmax(-1)[..., :-1]
+        return torch.einsum("nhk,kd->nhd", p, keys)
 
     def moe(self, layer, x):
         c, m = self.cfg, layer.mlp
