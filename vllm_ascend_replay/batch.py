@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from vllm.utils.platform_utils import is_uva_available
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.buffer_utils import UvaBufferPool
+from vllm.v1.worker.gpu.buffer_utils import UvaBuffer, UvaBufferPool
 
 from vllm_ascend_replay import kernels
 from vllm_ascend_replay.layouts import WHOLE, Layout, owned_rows
@@ -123,6 +124,8 @@ class ReplayBatch:
 class _Views:
     """Parts of the buffers for one shape of batch, and the launch that fills them."""
 
+    count: int
+    """Numbers to upload."""
     uploaded: torch.Tensor
     requests: torch.Tensor
     kept: dict[str, torch.Tensor]
@@ -150,11 +153,15 @@ class ReplayBuffers:
         # One upload a step: dropped_before [R + 1], requests, kv_start and replay_start [R'].
         self._uploaded = zeros(4 * max_num_reqs + 1)
         self._requests = self._uploaded[:0]
+        self._every_request = np.arange(max_num_reqs, dtype=np.int32)
         # The host would spend as long on making the views as on all the rest; batches of the same shape recur.
         self._views = functools.lru_cache(maxsize=256)(self._make_views)
-        self._staging = UvaBufferPool(4 * max_num_reqs + 1, torch.int32)
-        self._kv_cache_config: Any = None
+        self._staging = pool = UvaBufferPool(4 * max_num_reqs + 1, torch.int32)
+        # What the launch itself can read from the host's memory needs no copy of its own.
         self._reads_host_memory = device.type == "cuda" and is_uva_available()
+        mapped = [UvaBuffer(pool.size, pool.dtype) for _ in range(self._reads_host_memory * pool.max_concurrency)]
+        self._mapped = itertools.cycle([(buffer.np, buffer.uva()) for buffer in mapped])
+        self._kv_cache_config: Any = None
 
     def _make_views(self, num_reqs: int, num_kept_reqs: int, num_padded: int) -> _Views:
         """The buffers' parts for ``R`` requests, ``R'`` with kept rows and ``N`` rows."""
@@ -180,7 +187,7 @@ class ReplayBuffers:
             num_padded=num_padded,
             uploaded=uploaded if self._reads_host_memory else None,
         )
-        return _Views(uploaded, requests, kept, gather)
+        return _Views(ends[3], uploaded, requests, kept, gather)
 
     def warm_up(self, slot_mappings: torch.Tensor, positions: torch.Tensor) -> None:
         """Compile the gather on these buffers, so that nothing compiles while serving."""
@@ -217,21 +224,23 @@ class ReplayBuffers:
                 row, owned by request 0.
             host_boundaries: ``[R + 1]``, where they are the device's for certain.
         """
-        requests, num_reqs = plan.requests, len(plan.kept_lens)
-        only_padding = len(requests) == 0
+        num_reqs, num_kept_reqs = len(plan.kept_lens), np.count_nonzero(plan.kept_lens)
+        only_padding = num_kept_reqs == 0
         if only_padding:
             requests = kv_start = replay_start = np.zeros(1, dtype=np.int32)
-        elif len(requests) == num_reqs:
-            kv_start = plan.kv_start
+        elif num_kept_reqs == num_reqs:
+            requests, kv_start = self._every_request[:num_reqs], plan.kv_start
         else:
+            requests = plan.requests
             kv_start, replay_start = plan.kv_start[requests], replay_start[requests]
         views = self._views(num_reqs, len(requests), num_padded)
-        packed = np.concatenate((plan.dropped_before, requests, kv_start, replay_start))
+        parts = (plan.dropped_before, requests, kv_start, replay_start)
         source = None
         if self._reads_host_memory:
-            source = self._staging.copy_to_uva(packed)
+            host, source = next(self._mapped)
+            np.concatenate(parts, out=host[: views.count])
         else:
-            self._staging.copy_to_gpu(packed, out=views.uploaded)
+            self._staging.copy_to_gpu(np.concatenate(parts), out=views.uploaded)
         kept = KeptRows(
             plan=plan,
             requests=requests,
@@ -265,7 +274,10 @@ class ReplayBuffers:
         """Device sequence lengths int32 ``[R']`` and block tables (each ``[R', n]``) of the requests with kept rows."""
         count = len(kept.requests)
         if count == num_reqs and kept.plan.num_rows:
-            return leading(seq_lens, num_reqs), tuple([leading(table, num_reqs) for table in block_tables])
+            if block_tables[0].shape[0] != num_reqs:
+                # Padded for a model's graph, all of them alike.
+                block_tables = [table[:num_reqs] for table in block_tables]
+            return leading(seq_lens, num_reqs), tuple(block_tables)
         if not self.block_tables:
             limit = len(self.seq_lens)
             self.block_tables = [table.new_zeros((limit, *table.shape[1:])) for table in block_tables]
@@ -308,6 +320,7 @@ def shrink_input_batch(input_batch: Any, kept: KeptRows, seq_lens: torch.Tensor)
     lens = plan.kept_lens if plan.num_rows else np.ones(1, dtype=np.int32)
     if len(at) == num_reqs and plan.num_rows:
         upper = leading(input_batch.seq_lens_cpu_upper_bound, num_reqs)
+        boundaries = input_batch.query_start_loc_np[: num_reqs + 1] - plan.dropped_before
     else:
         upper = input_batch.seq_lens_cpu_upper_bound[torch.from_numpy(at.astype(np.int64))]
         if plan.num_rows:
@@ -317,8 +330,8 @@ def shrink_input_batch(input_batch: Any, kept: KeptRows, seq_lens: torch.Tensor)
         fields["req_ids"] = [input_batch.req_ids[i] for i in at]
         for name in _PER_REQUEST:
             fields[name] = getattr(input_batch, name)[at]
-    boundaries = np.zeros(len(at) + 1, dtype=np.int32)
-    np.add.accumulate(lens, out=boundaries[1:])
+        boundaries = np.zeros(len(at) + 1, dtype=np.int32)
+        np.add.accumulate(lens, out=boundaries[1:])
     fields.update(
         num_reqs=len(at),
         num_reqs_after_padding=len(at),

@@ -219,7 +219,7 @@ def _launch(
     arguments: Sequence[object],
     constants: Sequence[object],
     types: tuple[torch.dtype, ...],
-) -> None:
+) -> Any:
     """Launch ``kernel``.
 
     No argument is specialised, so types and constants alone say which compiled kernel runs. On a GPU it is remembered
@@ -232,21 +232,35 @@ def _launch(
         arguments: in the kernel's order, up to the constants.
         constants: the rest of them; ``None`` among the arguments must follow from these.
         types: of the tensors among the arguments, where they can differ.
+
+    Returns:
+        The compiled kernel, on a GPU.
     """
     options = tuning(device).options
     if device.type != "cuda":
         kernel[grid](*arguments, *constants, **dict(options))
-        return
+        return None
     key = (id(kernel), device.index, types, *constants)
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[grid](*arguments, *constants, **dict(options))
+        compiled = _compiled[key] = kernel[grid](*arguments, *constants, **dict(options))
     else:
-        # Told the stream, Triton does not look for the device first. Its launcher asks a tensor for its address and the
-        # driver whether that is the device's; an integer it takes as it is.
-        stream = triton.runtime.driver.active.get_current_stream(device.index)
-        plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-        compiled[(*grid, 1, 1)](*plain, *constants, stream=stream)
+        # Told the stream, Triton does not look for the device first.
+        compiled[(*grid, 1, 1)](*_addresses(arguments), *constants, stream=_stream(device))
+    return compiled
+
+
+def _stream(device: torch.device) -> int:
+    return triton.runtime.driver.active.get_current_stream(device.index)
+
+
+def _addresses(arguments: Sequence[object]) -> list[object]:
+    """The arguments with addresses for tensors.
+
+    Triton's launcher asks a tensor for its address, and the driver whether that is the device's; an integer it takes as
+    it is.
+    """
+    return [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
 
 
 # -- the replay batch -----------------------------------------------------------------------------------------------
@@ -396,6 +410,11 @@ class BatchGather:
         # GROUPS, KV_START, UPLOAD, BLOCK
         uploads = uploaded is not None
         self._constants = (kept_slot_mappings.shape[0], kv_start is not None, uploads, tuning(device).table_block)
+        self._types: tuple[torch.dtype, torch.dtype] | None = None
+        """Of the positions and slots for which the compiled kernel is at hand, on a GPU."""
+        self._run: Any = None
+        self._inputs: list[object] = []
+        self._rest: tuple[object, ...] = ()
 
     def __call__(
         self,
@@ -407,18 +426,28 @@ class BatchGather:
         """Launch; ``source`` is what to upload."""
         if self._num_padded == 0:
             return
-        arguments = (
-            query_start_loc,
-            self._dropped_before if source is None else source,
-            self._requests,
-            self._kv_start,
-            positions,
-            slot_mappings,
-            slot_mappings.stride(0),
-            *self._outputs,
-        )
+        if source is None:
+            source = self._dropped_before
         types = (positions.dtype, slot_mappings.dtype)
-        _launch(_gather_batch_kernel, self._grid, self._device, arguments, self._constants, types)
+        if types == self._types:
+            self._run(
+                query_start_loc.data_ptr(),
+                source.data_ptr(),
+                *self._inputs,
+                positions.data_ptr(),
+                slot_mappings.data_ptr(),
+                slot_mappings.stride(0),
+                *self._rest,
+                stream=_stream(self._device),
+            )
+            return
+        inputs = (self._requests, self._kv_start)
+        sources = (query_start_loc, source, *inputs, positions, slot_mappings, slot_mappings.stride(0))
+        arguments = (*sources, *self._outputs)
+        compiled = _launch(_gather_batch_kernel, self._grid, self._device, arguments, self._constants, types)
+        if compiled is not None:
+            self._types, self._run = types, compiled[(*self._grid, 1, 1)]
+            self._inputs, self._rest = _addresses(inputs), (*_addresses(self._outputs), *self._constants)
 
 
 def gather_batch(

@@ -56,6 +56,8 @@ class StepInputs:
     """int64 ``[G, T_pad]``."""
     attn_groups: Any
     kv_cache_config: Any
+    replay_start: np.ndarray
+    """int32 ``[R]``, see `ReplayModelState.replay_starts`."""
 
 
 class ReplayHost(Protocol):
@@ -206,12 +208,12 @@ class ReplayModelState:
     def replay_starts(self, input_batch: Any) -> np.ndarray:
         """First position that each request's prefix hit replays, int32 ``[R]``; 0 where nothing is replayed."""
         n = input_batch.num_reqs
-        # Decodes stand above the hit.
         starts = self.replay_starts_np[input_batch.idx_mapping_np[:n]]
-        return np.where(input_batch.is_prefilling_np[:n], starts, np.int32(0))
+        # Decodes stand above the hit.
+        return starts * input_batch.is_prefilling_np[:n] if np.count_nonzero(starts) else starts
 
-    def plan_step(self, input_batch: Any) -> ReplayPlan:
-        """The step's plan; see `plan.plan_replay`."""
+    def plan_step(self, input_batch: Any, replay_start: np.ndarray | None = None) -> ReplayPlan:
+        """The step's plan; see `plan.plan_replay`. ``replay_start``: the batch's `replay_starts`, if at hand."""
         n = input_batch.num_reqs
         boundaries = input_batch.query_start_loc_np
         query = boundaries[1 : n + 1] - boundaries[:n]
@@ -222,7 +224,7 @@ class ReplayModelState:
             prefill_lens=input_batch.prefill_len_np[:n],
             is_prefilling=input_batch.is_prefilling_np[:n],
             keeps_rows=self.replay_keeps_rows_np[input_batch.idx_mapping_np[:n]],
-            replay_start=self.replay_starts(input_batch),
+            replay_start=self.replay_starts(input_batch) if replay_start is None else replay_start,
             window=self.replay_window,
             keep_last=self.replay_keep_last,
             policy=self.replay_settings.policy,
@@ -286,17 +288,19 @@ class ReplayModelState:
                 self._count_full(input_batch, None)
             return
         n = input_batch.num_reqs
+        starts = self.replay_starts(input_batch)
         if dummy:
             plan = empty_plan(np.diff(input_batch.query_start_loc_np[: n + 1]))
         else:
-            plan = self.replay_host.share_plan(self.plan_step(whole), input_batch)
+            plan = self.plan_step(whole, starts if whole is input_batch else None)
+            plan = self.replay_host.share_plan(plan, input_batch)
         agreement = self._agree(plan, ranks)
         if not agreement.replays:
             if not dummy:
                 self._count_full(input_batch, "no prompt of the step is bounded" if whole.has_prefill else None)
             if not breaks_out:
                 return
-        step = StepInputs(input_batch, block_tables, slot_mappings, attn_groups, kv_cache_config)
+        step = StepInputs(input_batch, block_tables, slot_mappings, attn_groups, kv_cache_config, starts)
         tail.batch = batch = self._build_replay(step, plan, agreement)
         if not agreement.replays:
             return
@@ -343,7 +347,7 @@ class ReplayModelState:
             query_start_loc=leading(step.input_batch.query_start_loc, n + 1),
             positions=step.input_batch.positions,
             slot_mappings=step.slot_mappings,
-            replay_start=self.replay_starts(step.input_batch),
+            replay_start=step.replay_start,
             num_padded=num_padded,
             host_boundaries=step.input_batch.query_start_loc_np[: n + 1] if exact else None,
         )
@@ -379,7 +383,7 @@ class ReplayModelState:
             tables = block_tables.get_dummy_block_tables(num_reqs)
             query = np.diff(batch.query_start_loc_np[: num_reqs + 1])
             plan = identity_plan(query, np.zeros(num_reqs, dtype=np.int32))
-            step = StepInputs(batch, tables, slots, attn_groups, kv_cache_config)
+            step = StepInputs(batch, tables, slots, attn_groups, kv_cache_config, self.replay_starts(batch))
             return self._replay_batch(step, plan, rows, (rows,) * ranks)
 
         graphs.capture(prepare)

@@ -18,6 +18,9 @@ BoolArray = npt.NDArray[np.bool_]
 
 POLICIES = ("final", "chunk")
 
+# Of the arrays' type: NumPy takes twice as long for a Python number.
+_ZERO = np.zeros((), dtype=np.int32)
+
 
 @dataclass(frozen=True)
 class ReplayPlan:
@@ -59,7 +62,7 @@ def exact_rows(num_late_layers: int, window: int) -> int:
 
 def first_kept(prefill_lens: npt.ArrayLike, keep_last: int, align: int = 1) -> Int32Array:
     """``begin``: the first position that a prompt of ``prefill_lens`` tokens keeps under ``final``, int32 ``[R]``."""
-    begin = np.maximum(np.asarray(prefill_lens, dtype=np.int32) - keep_last, 0)
+    begin = np.maximum(np.asarray(prefill_lens, dtype=np.int32) - np.int32(keep_last), _ZERO)
     return begin if align == 1 else begin // align * align
 
 
@@ -79,7 +82,7 @@ def bounded_prefills(
 def _saves(begin: Int32Array, keeps_rows: npt.ArrayLike, replay_start: npt.ArrayLike, min_saved: int) -> BoolArray:
     """``[R]`` whether keeping the rows from ``begin`` on saves enough of them."""
     saved = begin - np.asarray(replay_start, dtype=np.int32)
-    return ~np.asarray(keeps_rows, dtype=bool) & (saved >= max(min_saved, 1))
+    return ~np.asarray(keeps_rows, dtype=bool) & (saved >= np.int32(max(min_saved, 1)))
 
 
 def plan_replay(
@@ -123,26 +126,28 @@ def plan_replay(
         raise ValueError(f"window ({window}) and align ({align}) must be positive")
     if keep < window:
         raise ValueError(f"keep_last is {keep}; it must be at least the window, {window}")
+    # Few requests, so that every call of NumPy costs more than its work: some are spared here.
     computed, query = np.asarray(num_computed, dtype=np.int32), np.asarray(query_lens, dtype=np.int32)
     prefilling, start = np.asarray(is_prefilling, dtype=bool), np.asarray(replay_start, dtype=np.int32)
-    # Few requests, so that every call of NumPy costs more than its work: some are spared here.
-    end = computed + query
     if policy == "final":
         begin = first_kept(prefill_lens, keep, align)
         bounded = prefilling & _saves(begin, keeps_rows, start, min_saved)
-        kept = np.where(bounded, np.minimum(np.maximum(end - begin, 0), query), query)
     else:
         # Drafts behind the prompt may be rejected; the window of the next row still reaches W - 1 rows into the prompt.
-        begin = first_kept(np.minimum(end, np.asarray(prefill_lens, dtype=np.int32)), window, align)
-        bounded = prefilling & ~np.asarray(keeps_rows, dtype=bool) & (query > window) & (end - begin < query)
-        kept = np.where(bounded, end - begin, query)
+        end = np.minimum(computed + query, np.asarray(prefill_lens, dtype=np.int32))
+        begin = first_kept(end, window, align)
+        bounded = prefilling & ~np.asarray(keeps_rows, dtype=bool) & (query > window) & (begin > computed)
+    # Who is not bounded keeps every row, from position 0 on.
+    begin = begin * bounded
+    dropped = np.minimum(np.maximum(begin - computed, _ZERO), query)
+    kept = query - dropped
     dropped_before = np.zeros(len(query) + 1, dtype=np.int32)
-    np.add.accumulate(query - kept, out=dropped_before[1:])
+    np.add.accumulate(dropped, out=dropped_before[1:])
     return ReplayPlan(
         kept_lens=kept,
-        kv_start=np.where(bounded, np.maximum(begin, start), start),
+        kv_start=np.maximum(begin, start),
         dropped_before=dropped_before,
-        num_rows=int(np.add.reduce(kept)),
+        num_rows=sum(kept.tolist()),
         needs_replay=bool(np.count_nonzero(bounded)),
     )
 

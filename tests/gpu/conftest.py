@@ -17,6 +17,24 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def pool_in_use():
+    """A graph in vLLM's pool, which all engines of a process share.
+
+    A server has one engine. Here one follows another, and once the last graph of a pool is gone PyTorch takes no new one.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    from vllm.platforms import current_platform
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=current_platform.get_global_graph_pool()):
+        torch.zeros(1, device="cuda")
+    yield
+    del graph
+
+
 @pytest.fixture(scope="module")
 def environment():
     """The process's environment is an engine's while a module runs."""
