@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
 def pool_in_use():
     """A graph in vLLM's pool, which all engines of a process share.
 
-    A server has one engine. Here one follows another, and once the last graph of a pool is gone PyTorch takes no new one.
+    A server has one engine. Here one follows another, and PyTorch takes no new graph into a pool that once had some.
     """
     if not torch.cuda.is_available():
         yield
