@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -140,6 +141,28 @@ class Compressor(SeededWeights):
         return (both[..., : self.dim] * weights).sum(1).to(kv.dtype)
 
 
+@dataclass
+class _Search:
+    """One layer's choice of entries in a step of ``T`` rows, which are treated in tiles of one request."""
+
+    query: torch.Tensor
+    """``[T, heads, dim]``."""
+    weight: torch.Tensor
+    """``[T, heads]``."""
+    tiles: Tiles
+    lengths: torch.Tensor
+    """int64 ``[tiles, size]``: entries that a row sees, ``width`` at most."""
+    source: Compressor
+    metadata: ReferenceMetadata
+    """Of the source's cache."""
+    selection: Selection
+    width: int
+    found: torch.Tensor
+    """Out, int32 ``[tiles, size, k]``."""
+    found_blocks: torch.Tensor
+    """Out, int32 ``[tiles, size, blocks]``; the candidate source fills it."""
+
+
 class Indexer(SeededWeights):
     """Scores a row against index keys: ``sum_h w_h * relu(q_h . k)``, and chooses the row's entries."""
 
@@ -181,34 +204,20 @@ class Indexer(SeededWeights):
         lengths = torch.where(tiles.real, (positions[tiles.row] + 1) // ratio, 0)
         found = chosen.new_empty((num_tiles, size, selection.k))
         found_blocks = blocks.new_empty((num_tiles, size, selection.num_blocks))
-        find = self._find_fused if fused.takes(x) else self._find
-        find(query, weight, tiles, lengths, source, metadata, selection, width, found, found_blocks)
+        search = _Search(query, weight, tiles, lengths, source, metadata, selection, width, found, found_blocks)
+        if fused.takes(x):
+            self._find_fused(search)
+        else:
+            self._find(search)
         real = metadata.rows(num_rows).real.unsqueeze(1)
         chosen.copy_(found.flatten(0, 1).index_select(0, tiles.place).masked_fill(~real, -1))
         if self.find_blocks:
             blocks.copy_(found_blocks.flatten(0, 1).index_select(0, tiles.place))
 
-    def _find(
-        self,
-        query: torch.Tensor,
-        weight: torch.Tensor,
-        tiles: Tiles,
-        lengths: torch.Tensor,
-        source: Compressor,
-        metadata: ReferenceMetadata,
-        selection: Selection,
-        width: int,
-        found: torch.Tensor,
-        found_blocks: torch.Tensor,
-    ) -> None:
-        """Choose the entries of the tiles' rows.
-
-        Args:
-            query: ``[T, heads, dim]``; weight: ``[T, heads]``.
-            lengths: int64 ``[tiles, size]``: entries that a row sees, ``width`` at most.
-            found: int32 ``[tiles, size, k]``, filled; found_blocks: int32 ``[tiles, size, blocks]``, filled by the
-                candidate source.
-        """
+    def _find(self, search: _Search) -> None:
+        """Choose the entries of the tiles' rows."""
+        query, weight, tiles, lengths = search.query, search.weight, search.tiles, search.lengths
+        source, metadata, selection, width = search.source, search.metadata, search.selection, search.width
         num_tiles, size = tiles.row.shape
         acc, blocks = weight.dtype, selection.blocks(query.shape[0])
         entries = torch.arange(width, device=query.device)
@@ -224,25 +233,15 @@ class Indexer(SeededWeights):
             scores = scores.masked_fill(~visible, -math.inf).flatten(0, 1)
             if self.find_blocks:
                 best = best_blocks(scores, length.flatten(), block=selection.block, k=selection.num_blocks)
-                found_blocks[part] = best.int().unflatten(0, (-1, size))
+                search.found_blocks[part] = best.int().unflatten(0, (-1, size))
             if self.use_blocks:
                 scores = mask_blocks(scores, blocks[row].flatten(0, 1), block=selection.block)
-            found[part] = best_entries(scores, k=selection.k).int().unflatten(0, (-1, size))
+            search.found[part] = best_entries(scores, k=selection.k).int().unflatten(0, (-1, size))
 
-    def _find_fused(
-        self,
-        query: torch.Tensor,
-        weight: torch.Tensor,
-        tiles: Tiles,
-        lengths: torch.Tensor,
-        source: Compressor,
-        metadata: ReferenceMetadata,
-        selection: Selection,
-        width: int,
-        found: torch.Tensor,
-        found_blocks: torch.Tensor,
-    ) -> None:
+    def _find_fused(self, search: _Search) -> None:
         """`_find` in few launches; scores are not rounded to the model's dtype."""
+        query, weight, tiles, lengths = search.query, search.weight, search.tiles, search.lengths
+        source, metadata, selection, width = search.source, search.metadata, search.selection, search.width
         num_tiles, size = tiles.row.shape
         block, blocks = selection.block, selection.blocks(query.shape[0])
         for part in row_slices(num_tiles, width * size * weight.dtype.itemsize, limit=MAX_SCORE_BYTES):
@@ -263,8 +262,8 @@ class Indexer(SeededWeights):
             if self.find_blocks:
                 best = fused.best_of_blocks(scores, length, block)
                 chosen = fused.choose(best, (length + block - 1) // block, selection.num_blocks)
-                found_blocks[part] = chosen.unflatten(0, (-1, size))
-            found[part] = fused.choose(scores, length, selection.k).unflatten(0, (-1, size))
+                search.found_blocks[part] = chosen.unflatten(0, (-1, size))
+            search.found[part] = fused.choose(scores, length, selection.k).unflatten(0, (-1, size))
 
 
 class LatentAttention(SeededWeights):
