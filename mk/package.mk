@@ -19,6 +19,7 @@ package: $(PACKAGE)/.ready  ## Build sdist and wheel into dist/, check them, run
 	$(PYTHON) -m venv --clear $(BARE)
 	$(BARE)/bin/python -m pip install -q --disable-pip-version-check dist/*.whl
 	$(BARE)/bin/vllm-ascend-replay --version
+	$(BARE)/bin/python -c "from importlib.resources import files; files('vllm_ascend_replay').joinpath('address_guard.cpp').read_text()"
 	$(BARE)/bin/vllm-ascend-replay doctor --json $(BARE)/doctor.json > $(BARE)/doctor.txt; test $$? -eq 1
 	grep -q "Decoder replay would not run: vLLM is not installed" $(BARE)/doctor.txt
 	$(BARE)/bin/vllm-ascend-replay demo > $(BARE)/demo.txt; test $$? -eq 1
