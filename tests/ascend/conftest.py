@@ -22,7 +22,7 @@ freeze_imports()
 # What has nothing to do with the hardware profile is tested on one of them; on the other it is slow.
 ONLY_ON = {
     "A2": {"test_emulated_graphs", "test_engine", "test_gates", "test_graphs", "test_prefix"},
-    "A5": {"test_doctor", "test_dspark", "test_engram", "test_ranks"},
+    "A5": {"test_doctor", "test_dspark", "test_engine_drafts", "test_engram", "test_ranks"},
 }
 
 

@@ -1,6 +1,6 @@
 """The whole engine with replay, without and with a DSpark drafter, as a process: prints what each served as JSON.
 
-Used by `test_engine.py`: `LLM(...)` with async scheduling and prefix caching, every prompt sent twice.
+Used by `test_engine_drafts.py`: `LLM(...)` with async scheduling and prefix caching, every prompt sent twice.
 """
 
 import json

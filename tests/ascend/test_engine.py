@@ -1,14 +1,9 @@
 """The whole engine in processes of its own: entry points, scheduler (prefix caching, async scheduling), worker."""
 
-import json
 import os
 import pathlib
 import subprocess
 import sys
-
-import pytest
-
-from tests.npu_emulator import ON_A5
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -27,27 +22,6 @@ def test_llm_without_and_with_replay():
     assert "replay batches of the exact run out of graphs: yes" in run.stdout
     assert "exact equals the run without the package: yes" in run.stdout
     assert run.stdout.count("ReplayAscendDeepseekV41ForCausalLM") == 2
-
-
-@pytest.mark.skipif(ON_A5, reason="nothing here depends on the device: the A2 profile has it")
-def test_llm_with_drafts():
-    """`LLM(...)` with a DSpark drafter: async scheduling, prefix hits, some drafts stand; the tokens are the same."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.ascend.draft_process"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
-    served = [json.loads(line.removeprefix("SERVED ")) for line in run.stdout.splitlines() if "SERVED" in line]
-    plain, drafted = served
-    assert drafted["async"]
-    assert drafted["tokens"] == plain["tokens"]
-    assert drafted["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
-    for result in served:
-        assert result["metrics"]["vllm:prefix_cache_hits"] > 0
-        assert result["stats"]["rows_kept"] < result["stats"]["rows_in"]
 
 
 def test_switched_off_by_the_environment():
