@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -24,12 +23,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.report import about, say_missed, write
 from benchmarks.step_gpu import MODEL
 from vllm_ascend_replay.reference.engine import prepare_environment
 
@@ -342,16 +341,6 @@ def print_table(results: Mapping[str, Any]) -> None:
             )
 
 
-def command(name: str, arguments: argparse.Namespace) -> str:
-    """How a benchmark was called; files are left out."""
-    options = [
-        f"--{key.replace('_', '-')}" + ("" if value is True else f" {value}")
-        for key, value in vars(arguments).items()
-        if value and key != "json"
-    ]
-    return " ".join(["python -m benchmarks." + name, *options])
-
-
 def _chosen(names: str | None, table: Mapping[str, Any], what: str) -> dict[str, Any]:
     wanted = list(table) if names is None else [name.strip() for name in names.split(",")]
     if unknown := [name for name in wanted if name not in table]:
@@ -372,8 +361,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(prepare_environment({}))
     os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
     import torch
-    import triton
-    import vllm
 
     on_gpu = torch.cuda.is_available()
     if not on_gpu and not arguments.tiny:
@@ -388,10 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ready = time.perf_counter() - began
     print(f"engine ready after {ready:.0f} s", flush=True)
     report: dict[str, Any] = {
-        "command": command("engine_gpu", arguments),
-        "date": datetime.now(UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "vllm": vllm.__version__},
+        **about("engine_gpu", parser, arguments),
         "model": {"preset": scale.preset, **scale.model},
         "engine": dict(scale.engine),
         "ready_s": ready,
@@ -400,10 +384,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for label, rows in measure(bench, cases, arms, rounds=arguments.rounds, seconds=arguments.seconds):
         report["results"][label] = rows
         report["missed"] = missed = missed_targets(report["results"])
-        if arguments.json:
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        write(arguments.json, report)
     print_table(report["results"])
-    print("targets: " + ("met" if not missed else "MISSED\n  " + "\n  ".join(missed)))
+    say_missed(missed, targets="targets")
     bench.shutdown()
     return 1 if missed and arguments.require_targets else 0
 

@@ -1,6 +1,6 @@
 """Kept rows between two or more GPUs over NCCL, against gathering every state in full.
 
-    python benchmarks/exchange_gpu.py [--ranks 2] [--json FILE] [--require-target]
+    python -m benchmarks.exchange_gpu [--ranks 2] [--json FILE] [--require-target]
 
 DeepSeek-V4.1's sizes (hidden 5120, 4 streams, BF16) under sequence parallelism: every rank holds ``T / ranks`` rows of
 the streams, the mixes and the token ids, and needs its share of the ``K`` kept rows. Both ways end with the same rows,
@@ -13,21 +13,19 @@ they queue behind a wait. What an idle device takes, launches included, is told 
 from __future__ import annotations
 
 import argparse
-import json
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+from benchmarks.report import about, write
 from vllm_ascend_replay.layouts import GroupRanks, TokenShards, owned_rows, share_of
 from vllm_ascend_replay.plan import ReplayPlan
 
@@ -86,7 +84,7 @@ def milliseconds(step: Callable[[], object], device: torch.device, repeats: int,
     return statistics.median(begin.elapsed_time(end) for begin, end in events)
 
 
-def run(rank: int, size: int, port: int, arguments: argparse.Namespace) -> None:
+def run(rank: int, size: int, port: int, arguments: argparse.Namespace, run_of: dict[str, Any]) -> None:
     device = torch.device("cpu") if arguments.device == "cpu" else torch.device("cuda", rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -143,10 +141,9 @@ def run(rank: int, size: int, port: int, arguments: argparse.Namespace) -> None:
             if rank == 0:
                 print({name: round(v, 4) if isinstance(v, float) else v for name, v in result.items()}, flush=True)
     slow = [r for r in results if r["times faster"] < TARGET]
-    if rank == 0 and arguments.json:
-        what = {"device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(), "ranks": size}
-        sizes = {"tokens": num_rows, "hidden": hidden, "streams": HC, "unit": "ms"}
-        Path(arguments.json).write_text(json.dumps({**what, **sizes, "results": results}, indent=1) + "\n")
+    if rank == 0:
+        sizes = {"ranks": size, "tokens": num_rows, "hidden": hidden, "streams": HC, "unit": "ms"}
+        write(arguments.json, {**run_of, **sizes, "results": results})
     dist.barrier()
     dist.destroy_process_group()
     if slow and arguments.require_target:
@@ -161,13 +158,14 @@ def main() -> None:
     parser.add_argument("--kept", type=lambda s: [int(v) for v in s.split(",")], default=[128, 1024])
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures there")
     parser.add_argument("--require-target", action="store_true", help="fail unless 10 times faster")
     arguments = parser.parse_args()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    torch.multiprocessing.spawn(run, args=(arguments.ranks, port, arguments), nprocs=arguments.ranks)
+    run_of = about("exchange_gpu", parser, arguments, packages=["triton"])
+    torch.multiprocessing.spawn(run, args=(arguments.ranks, port, arguments, run_of), nprocs=arguments.ranks)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.report import about, say_missed, write
 from vllm_ascend_replay import kernels
 
 TOKENS = 16384
@@ -256,18 +256,9 @@ def main() -> int:
         print("".join(cell.rjust(14) for cell in cells), flush=True)
         torch.cuda.empty_cache()
     missed = missed_targets(rows)
-    print("targets of an H200: " + ("met" if not missed else "MISSED\n  " + "\n  ".join(missed)))
-    if arguments.json:
-        result = {
-            "device": properties.name,
-            "torch": torch.__version__,
-            "triton": kernels.triton.__version__,
-            "copy_bytes_per_second": bandwidth,
-            "events_around_nothing_us": empty,
-            "rows": rows,
-            "missed": missed,
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    say_missed(missed)
+    measured = {"copy_bytes_per_second": bandwidth, "events_around_nothing_us": empty, "rows": rows, "missed": missed}
+    write(arguments.json, {**about("kernels_gpu", parser, arguments, packages=["triton"]), **measured})
     return 1 if missed and arguments.require_targets else 0
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -31,7 +30,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,8 +56,8 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from benchmarks.engine_gpu import command
 from benchmarks.kernels_gpu import count_launches
+from benchmarks.report import about, say_missed, write
 from vllm_ascend_replay import reference
 from vllm_ascend_replay.batch import KeptRows, ReplayBatch, shrink_input_batch
 from vllm_ascend_replay.config import ReplaySettings
@@ -447,17 +445,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if on_gpu:
                 torch.cuda.empty_cache()
     missed = missed_targets(rows)
-    print("targets of an H200: " + ("met" if not missed else "MISSED\n  " + "\n  ".join(missed)))
-    if arguments.json:
-        report = {
-            "command": command("peer_gpu", arguments),
-            "date": datetime.now(UTC).date().isoformat(),
-            "device": name,
-            "versions": {"torch": torch.__version__, "triton": triton.__version__, "vllm": vllm.__version__},
-            "rows": rows,
-            "missed": missed,
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    say_missed(missed)
+    write(arguments.json, {**about("peer_gpu", parser, arguments), "rows": rows, "missed": missed})
     return 1 if missed and arguments.require_targets else 0
 
 

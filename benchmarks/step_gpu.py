@@ -15,7 +15,6 @@ which a prompt ends, the replay layers on exactly the kept rows, timed alone in 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import math
@@ -28,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.report import about, say_missed, write
 
 LENGTHS = (1024, 4096, 8192, 16384, 32768, 131072)
 REQUESTS = (1, 8)
@@ -408,35 +409,24 @@ def main() -> int:
     # As vLLM's engine does after start-up: a collection would look at every object of PyTorch and vLLM.
     gc.collect()
     gc.freeze()
-    properties = torch.cuda.get_device_properties(0)
-    import triton
-    import vllm
-
-    words = [a for a in sys.argv[1:] if a != "--json" and not a.endswith(".json")]
-    about = {
-        "command": "python -m benchmarks.step_gpu " + " ".join(words),
-        "device": properties.name,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "vllm": vllm.__version__,
-        "date": datetime.date.today().isoformat(),
+    run_of = {
+        **about("step_gpu", parser, arguments),
         "model": MODEL,
         "max_num_batched_tokens": MAX_NUM_TOKENS,
         "page_bytes": host.page_bytes,
         "pages": host.num_pages,
         "weights_bytes": sum(weight.nbytes for weight in host.model.weights().values()),
     }
-    print(json.dumps(about))
+    print(json.dumps(run_of))
     print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
 
     def report(result: dict[str, Any]) -> None:
-        if arguments.json:
-            arguments.json.write_text(json.dumps({**about, **result}, indent=1) + "\n")
+        write(arguments.json, {**run_of, **result})
 
     result = run(bench, shapes, arms, decodes, quick=arguments.quick, report=report, deadline=began + arguments.seconds)
     missed = result["missed"]
     print("left out: " + (", ".join(result["left_out"]) or "nothing"))
-    print("targets of an H200: " + ("met" if not missed else "MISSED\n  " + "\n  ".join(missed)))
+    say_missed(missed)
     print(f"done after {time.perf_counter() - began:.1f} s")
     return 1 if missed and arguments.require_targets else 0
 
