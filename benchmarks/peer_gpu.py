@@ -334,7 +334,7 @@ class Clock:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self.flush.zero_()
         # The device is kept busy until all is queued, so that the events do not see the host.
-        torch.cuda._sleep(1_000_000)
+        torch.cuda._sleep(2_000_000)
         start.record()
         begin = time.perf_counter()
         result = call()

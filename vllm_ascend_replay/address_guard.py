@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import operator
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sysconfig
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 from vllm.logger import init_logger
@@ -31,6 +36,64 @@ _NATIVE = "address_guard_native"
 _BUILD_SECONDS = 60
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a layer keeps a tensor, or a list of tensors."""
+
+    container: Any
+    """A dict, list or tuple."""
+    key: Any
+    address: int
+    """Of the tensor's memory; of a list or tuple, of the object itself."""
+    type: type | None
+    """Of the tensor; ``None`` for a list or tuple."""
+
+    def now(self) -> int:
+        """``address`` as it is now; 0 if nothing of the kind is there."""
+        try:
+            found = self.container[self.key]
+            return id(found) if self.type is None else _address(found)
+        except (KeyError, IndexError):
+            return 0
+
+
+def find_places(layers: Mapping[str, nn.Module], *, attributes: bool) -> dict[str, Place]:
+    """Places of the layers' parameters and buffers by name, or of the tensors that are attributes of their own.
+
+    vllm-ascend keeps scales, and under some configurations all expert weights, as plain attributes and in lists.
+    """
+    places: dict[str, Place] = {}
+
+    def add(name: str, container: Any, key: Any, tensor: Any) -> None:
+        # A tensor without memory (empty, lazy, sparse) has no address to compare.
+        if isinstance(tensor, torch.Tensor) and (address := _address(tensor)):
+            places[name] = Place(container, key, address, type(tensor))
+
+    for prefix, layer in layers.items():
+        for inner, owner in layer.named_modules():
+            where = f"{prefix}.{inner}" if inner else prefix
+            if not attributes:
+                for store in (owner._parameters, owner._buffers):
+                    for key, tensor in store.items():
+                        add(f"{where}.{key}", store, key, tensor)
+                continue
+            for key, value in vars(owner).items():
+                add(f"{where}.{key}", vars(owner), key, value)
+                if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
+                    places[f"{where}.{key}"] = Place(vars(owner), key, id(value), None)
+                    for i, part in enumerate(value):
+                        add(f"{where}.{key}[{i}]", value, i, part)
+    return places
+
+
+def _address(tensor: Any) -> int:
+    """0 for what has no memory or is no tensor."""
+    try:
+        return tensor.data_ptr() if isinstance(tensor, torch.Tensor) else 0
+    except (RuntimeError, ValueError):
+        return 0
+
+
 class AddressGuard:
     """Finds a tensor that is no longer where the graphs read it.
 
@@ -41,22 +104,45 @@ class AddressGuard:
     INPUTS = ("positions", "padding mask")
 
     def __init__(self, watched: Mapping[str, Callable[[], torch.Tensor]], modules: Mapping[str, Any]) -> None:
-        """
+        """Make it before the captures, and `settle` it after them.
+
         Args:
             watched: getters of tensors by name.
-            modules: by name; parameters and buffers of those that are modules are watched too.
+            modules: by name; the tensors of those that are modules are watched too.
         """
         self.names, self._getters = list(watched), list(watched.values())
-        layers = {prefix: module for prefix, module in modules.items() if isinstance(module, nn.Module)}
-        first_moved = native_first_moved()
-        self.weights = WeightsInTurn(layers) if first_moved is None else NativeWeights(layers, first_moved)
+        self._layers = {prefix: module for prefix, module in modules.items() if isinstance(module, nn.Module)}
+        self._attributes = find_places(self._layers, attributes=True)
+        self.weights: Weights | None = None
 
     def snapshot(self, kept: KeptRows) -> list[int]:
         """Where the inputs, which the rows bring along, and the watched tensors are now."""
         return [kept.positions.data_ptr(), kept.is_padding.data_ptr(), *[get().data_ptr() for get in self._getters]]
 
+    def weight_addresses(self) -> dict[str, int]:
+        """Where the parameters and buffers are now, by name."""
+        return {name: place.address for name, place in find_places(self._layers, attributes=False).items()}
+
+    def settle(self) -> None:
+        """Watch the weights where they are now.
+
+        An attribute that changed during the captures is a layer's scratch, not what a graph reads.
+        """
+        places = find_places(self._layers, attributes=False)
+        for name, place in find_places(self._layers, attributes=True).items():
+            before = self._attributes.get(name)
+            if before is not None and before.address == place.address:
+                places[name] = place
+        self._attributes = {}
+        first_moved = native_first_moved()
+        if first_moved is None:
+            self.weights = WeightsInTurn(self._layers, places)
+        else:
+            self.weights = NativeWeights(self._layers, places, first_moved)
+
     def moved(self, kept: KeptRows, addresses: list[int]) -> str | None:
         """The name of a tensor that has moved since ``addresses`` was taken, or ``None``."""
+        assert self.weights is not None
         now = self.snapshot(kept)
         if now != addresses:
             return next(name for name, a, b in zip((*self.INPUTS, *self.names), now, addresses) if a != b)
@@ -64,97 +150,132 @@ class AddressGuard:
 
 
 class Weights:
-    """Parameters and buffers of layers, looked up where their owners keep them: a replaced one has moved as well."""
+    """Tensors of layers, looked up where their owners keep them: one that was replaced has moved as well.
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        places = {
-            f"{prefix}.{name}.{key}".replace("..", "."): (store, key)
-            for prefix, layer in layers.items()
-            for name, owner in layer.named_modules()
-            for store in (owner._parameters, owner._buffers)
-            for key, tensor in store.items()
-            if tensor is not None and tensor.numel()
-        }
-        self.names = list(places)
-        self._stores = tuple(store for store, _ in places.values())
-        self._keys = tuple(key for _, key in places.values())
-
-    def moved(self) -> str | None:
-        """The name of a weight that has moved, or ``None``."""
-        raise NotImplementedError
-
-
-class NativeWeights(Weights):
-    """All weights in every check."""
-
-    def __init__(self, layers: Mapping[str, nn.Module], first_moved: Callable[..., int]) -> None:
-        super().__init__(layers)
-        tensors = [store[key] for store, key in zip(self._stores, self._keys)]
-        addresses = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64).tobytes()
-        # The tensors themselves are not held: memory of one that is replaced must be free to go.
-        types = tuple(type(tensor) for tensor in tensors)
-        self._first_moved = functools.partial(
-            first_moved, self._stores, self._keys, types, addresses, _address_function()
-        )
-
-    def moved(self) -> str | None:
-        first = self._first_moved()
-        return None if first == len(self.names) else self.names[first]
-
-
-class WeightsInTurn(Weights):
-    """A few weights in every check, where all would take too long: without the native loop.
-
-    Modules tell when a parameter or buffer is set, so one that is replaced is found by the next check; one whose memory
-    is exchanged under it (``weight.data = ...``) tells nobody and is found when it has its turn.
+    Modules tell when one of their submodules is set; then the places are looked for anew.
     """
 
-    PER_CHECK = 128
+    EVENTS: Sequence[Callable[..., Any]] = (register_module_module_registration_hook,)
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        super().__init__(layers)
-        self._addresses = self._now(0, len(self.names))
-        self._next = 0
-        self._replaced = False
-        """A weight was set: look at all of them."""
+    def __init__(self, layers: Mapping[str, nn.Module], places: Mapping[str, Place]) -> None:
+        self.names = list(places)
+        self._places, self._layers = list(places.values()), layers
+        self._found: str | None = None
+        self._told = False
+        """A module was told of a change."""
         owners = {id(owner) for layer in layers.values() for owner in layer.modules()}
         this = weakref.ref(self)
 
         def tell(module: nn.Module, name: str, value: Any) -> None:
             weights = this()
             if weights is not None and id(module) in owners:
-                weights._replaced = True
+                weights._told = True
 
-        for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
+        for register in self.EVENTS:
             weakref.finalize(self, register(tell).remove)
 
     def moved(self) -> str | None:
-        if self._replaced:
-            begin, end = 0, len(self.names)
-        else:
-            begin = self._next
-            end = min(begin + self.PER_CHECK, len(self.names))
-            self._next = 0 if end == len(self.names) else end
-        now, then = self._now(begin, end), self._addresses[begin:end]
-        if now != then:
-            return next(name for name, a, b in zip(self.names[begin:end], now, then) if a != b)
-        self._replaced = False
+        """The name of a weight that has moved, or ``None``. What was found once is not looked for again."""
+        if self._found is None:
+            self._found = self._look_anew() if self._told else self._look()
+            self._told = False
+            if self._found is not None:
+                # Nothing that was replaced is kept alive.
+                self._places, self._layers = [], {}
+                self._forget()
+        return self._found
+
+    def _look(self) -> str | None:
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        """Drop what holds containers."""
+
+    def _look_anew(self) -> str | None:
+        """All of them, and whether their owners are the same."""
+        now = find_places(self._layers, attributes=False) | find_places(self._layers, attributes=True)
+        for name, place in zip(self.names, self._places):
+            found = now.get(name)
+            if found is None or found.container is not place.container or found.address != place.address:
+                return name
         return None
 
-    def _now(self, begin: int, end: int) -> list[int]:
-        stores, keys = self._stores[begin:end], self._keys[begin:end]
+
+class NativeWeights(Weights):
+    """All weights in every check."""
+
+    def __init__(
+        self, layers: Mapping[str, nn.Module], places: Mapping[str, Place], first_moved: Callable[..., int]
+    ) -> None:
+        super().__init__(layers, places)
+        # The tensors themselves are not held: memory of one that is replaced must be free to go.
+        self._first_moved: Callable[[], int] | None = functools.partial(
+            first_moved,
+            tuple(place.container for place in self._places),
+            tuple(place.key for place in self._places),
+            tuple(place.type for place in self._places),
+            np.array([place.address for place in self._places], dtype=np.uint64).tobytes(),
+            np.array([_hints(place) for place in self._places], dtype=np.uint64).tobytes(),
+            _address_function(),
+        )
+
+    def _look(self) -> str | None:
+        assert self._first_moved is not None
+        first = self._first_moved()
+        return None if first == len(self.names) else self.names[first]
+
+    def _forget(self) -> None:
+        self._first_moved = None
+
+
+def _hints(place: Place) -> tuple[int, int, int, int]:
+    """What a look at ``place`` reads: the container, the object, PyTorch's tensor and its storage."""
+    found = place.container[place.key]
+    if place.type is None:
+        return id(place.container), id(found), 0, 0
+    return id(place.container), id(found), found._cdata, found.untyped_storage()._cdata
+
+
+class WeightsInTurn(Weights):
+    """A few weights in every check, where all would take too long: without the native loop.
+
+    Modules also tell when a parameter or buffer is set, so one that is replaced is found by the next check; one whose
+    memory is exchanged under it (``weight.data = ...``) tells nobody and is found when it has its turn.
+    """
+
+    PER_CHECK = 128
+    EVENTS = (
+        *Weights.EVENTS,
+        register_module_parameter_registration_hook,
+        register_module_buffer_registration_hook,
+    )
+
+    def __init__(self, layers: Mapping[str, nn.Module], places: Mapping[str, Place]) -> None:
+        tensors = {name: place for name, place in places.items() if place.type is not None}
+        super().__init__(layers, {**tensors, **places})
+        self._lists = [(name, place) for name, place in places.items() if place.type is None]
+        self._count, self._next = len(tensors), 0
+        self._containers = [place.container for place in tensors.values()]
+        self._keys = [place.key for place in tensors.values()]
+        self._addresses = [place.address for place in tensors.values()]
+
+    def _look(self) -> str | None:
+        for name, place in self._lists:
+            if place.now() != place.address:
+                return name
+        begin = self._next
+        end = min(begin + self.PER_CHECK, self._count)
+        self._next = 0 if end == self._count else end
         try:
-            return list(map(torch.Tensor.data_ptr, map(dict.__getitem__, stores, keys)))
-        except (KeyError, TypeError, RuntimeError):
-            # One is gone, or has no storage.
-            return [_address(store.get(key)) for store, key in zip(stores, keys)]
+            found = map(operator.getitem, self._containers[begin:end], self._keys[begin:end])
+            now = list(map(torch.Tensor.data_ptr, found))
+        except (LookupError, TypeError, RuntimeError):
+            now = [place.now() for place in self._places[begin:end]]
+        then = self._addresses[begin:end]
+        return None if now == then else next(n for n, a, b in zip(self.names[begin:end], now, then) if a != b)
 
-
-def _address(tensor: torch.Tensor | None) -> int:
-    try:
-        return 0 if tensor is None else tensor.data_ptr()
-    except RuntimeError:
-        return 0
+    def _forget(self) -> None:
+        self._lists, self._containers = [], []
 
 
 def _address_function() -> int:
@@ -176,27 +297,22 @@ def native_first_moved() -> Callable[..., int] | None:
         _try_out(first_moved)
         return first_moved
     except Exception as error:  # whatever it is, the graphs can do without
-        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else b""
         logger.info(
             "decoder replay checks %d weights in each replay of a graph, in turn, not all of them: the faster check "
-            "could not be built (%s) %s",
+            "could not be built (%s)",
             WeightsInTurn.PER_CHECK,
             error,
-            said.decode(errors="replace")[-500:],
         )
         return None
 
 
 def _build(source: Path) -> Callable[..., int]:
-    found = (shutil.which(name) for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if name)
-    compiler = next((path for path in found if path), None)
-    if compiler is None:
-        raise FileNotFoundError("no C++ compiler; set CXX or install g++")
+    compiler = _compiler()
     with tempfile.TemporaryDirectory() as directory:
         library = Path(directory) / f"{_NATIVE}{sysconfig.get_config_var('EXT_SUFFIX')}"
         include = sysconfig.get_path("include")
-        command = [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{include}", str(source), "-o", str(library)]
-        subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_SECONDS)
+        command = [*compiler, "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{include}", str(source), "-o", str(library)]
+        _run(command)
         spec = importlib.util.spec_from_file_location(_NATIVE, library)
         assert spec is not None
         assert spec.loader is not None
@@ -205,12 +321,37 @@ def _build(source: Path) -> Callable[..., int]:
     return module.first_moved  # type: ignore[no-any-return]
 
 
+def _compiler() -> list[str]:
+    """``CXX``, which may have arguments, or one that is found."""
+    if words := shlex.split(os.environ.get("CXX", "")):
+        return words
+    for name in ("c++", "g++", "clang++"):
+        if path := shutil.which(name):
+            return [path]
+    raise FileNotFoundError("no C++ compiler; set CXX or install g++")
+
+
+def _run(command: Sequence[str]) -> None:
+    """Run a compiler, whatever it is: it gets no input, and is ended with all that it started."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        said, _ = process.communicate(timeout=_BUILD_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    if process.returncode:
+        raise RuntimeError(f"{command[0]} exited with {process.returncode}: {said.decode(errors='replace')[-500:]}")
+
+
 def _try_out(first_moved: Callable[..., int]) -> None:
     """That PyTorch's function is what it was when this was written."""
     layer = nn.Module()
-    layer.a, layer.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    weights = NativeWeights({"": layer}, first_moved)
+    layer.a, layer.b = nn.Parameter(torch.ones(3, device="cpu")), nn.Parameter(torch.ones(3, device="cpu"))
+    weights = NativeWeights({}, find_places({"layer": layer}, attributes=False), first_moved)
     unmoved = weights.moved()
-    layer.b.data = torch.ones(3)
-    if (unmoved, weights.moved()) != (None, ".b"):
+    layer.b.data = torch.ones(3, device="cpu")
+    if (unmoved, weights.moved()) != (None, "layer.b"):
         raise RuntimeError("PyTorch gives out other addresses than its tensors do")

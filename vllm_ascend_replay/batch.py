@@ -154,8 +154,11 @@ class ReplayBuffers:
         self._uploaded = zeros(4 * max_num_reqs + 1)
         self._requests = self._uploaded[:0]
         self._every_request = np.arange(max_num_reqs, dtype=np.int32)
+        self._every_request.setflags(write=False)
         # The host would spend as long on making the views as on all the rest; batches of the same shape recur.
-        self._views = functools.lru_cache(maxsize=256)(self._make_views)
+        self._views = functools.lru_cache(maxsize=4096)(self._make_views)
+        self._request_views = functools.lru_cache(maxsize=2048)(self._make_request_views)
+        self._row_views = functools.lru_cache(maxsize=2048)(self._make_row_views)
         self._staging = pool = UvaBufferPool(4 * max_num_reqs + 1, torch.int32)
         # What the launch itself can read from the host's memory needs no copy of its own.
         self._reads_host_memory = device.type == "cuda" and is_uva_available()
@@ -165,18 +168,8 @@ class ReplayBuffers:
 
     def _make_views(self, num_reqs: int, num_kept_reqs: int, num_padded: int) -> _Views:
         """The buffers' parts for ``R`` requests, ``R'`` with kept rows and ``N`` rows."""
-        ends = [num_reqs + 1 + i * num_kept_reqs for i in range(4)]
-        uploaded, requests = self._uploaded[: ends[3]], self._uploaded[ends[0] : ends[1]]
-        kept = {
-            "dropped_before": self._uploaded[: ends[0]],
-            "kv_start": self._uploaded[ends[1] : ends[2]],
-            "replay_start": self._uploaded[ends[2] : ends[3]],
-            "rows": self.rows[:num_padded],
-            "boundaries": self.boundaries[: num_kept_reqs + 1],
-            "positions": self.positions[:num_padded],
-            "is_padding": self.is_padding[:num_padded],
-            "slot_mappings": self.slot_mappings[:, :num_padded],
-        }
+        uploaded, requests, by_request = self._request_views(num_reqs, num_kept_reqs)
+        kept = by_request | self._row_views(num_padded)
         gather = kernels.BatchGather(
             dropped_before=kept["dropped_before"],
             requests=requests,
@@ -187,7 +180,29 @@ class ReplayBuffers:
             num_padded=num_padded,
             uploaded=uploaded if self._reads_host_memory else None,
         )
-        return _Views(ends[3], uploaded, requests, kept, gather)
+        return _Views(len(uploaded), uploaded, requests, kept, gather)
+
+    def _make_request_views(
+        self, num_reqs: int, num_kept_reqs: int
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """What is uploaded, the requests, and fields of `KeptRows`."""
+        ends = [num_reqs + 1 + i * num_kept_reqs for i in range(4)]
+        fields = {
+            "dropped_before": self._uploaded[: ends[0]],
+            "kv_start": self._uploaded[ends[1] : ends[2]],
+            "replay_start": self._uploaded[ends[2] : ends[3]],
+            "boundaries": self.boundaries[: num_kept_reqs + 1],
+        }
+        return self._uploaded[: ends[3]], self._uploaded[ends[0] : ends[1]], fields
+
+    def _make_row_views(self, num_padded: int) -> dict[str, torch.Tensor]:
+        """Fields of `KeptRows`."""
+        return {
+            "rows": self.rows[:num_padded],
+            "positions": self.positions[:num_padded],
+            "is_padding": self.is_padding[:num_padded],
+            "slot_mappings": self.slot_mappings[:, :num_padded],
+        }
 
     def warm_up(self, slot_mappings: torch.Tensor, positions: torch.Tensor) -> None:
         """Compile the gather on these buffers, so that nothing compiles while serving."""
@@ -274,10 +289,7 @@ class ReplayBuffers:
         """Device sequence lengths int32 ``[R']`` and block tables (each ``[R', n]``) of the requests with kept rows."""
         count = len(kept.requests)
         if count == num_reqs and kept.plan.num_rows:
-            if block_tables[0].shape[0] != num_reqs:
-                # Padded for a model's graph, all of them alike.
-                block_tables = [table[:num_reqs] for table in block_tables]
-            return leading(seq_lens, num_reqs), tuple(block_tables)
+            return leading(seq_lens, num_reqs), tuple([leading(table, num_reqs) for table in block_tables])
         if not self.block_tables:
             limit = len(self.seq_lens)
             self.block_tables = [table.new_zeros((limit, *table.shape[1:])) for table in block_tables]

@@ -72,15 +72,20 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
 def _keep(name: str, value: str) -> str | int:
     if value in ("window", "exact"):
         return value
-    if not value.isascii() or not value.isdigit() or int(value) == 0:
+    if not _is_count(value):
         raise SettingError(name, value, "window, exact, or a positive number of rows not below the window")
     return int(value)
 
 
 def _count(name: str, value: str) -> int:
-    if not value.isascii() or not value.isdigit() or int(value) == 0:
-        raise SettingError(name, value, "a positive whole number of rows")
+    if not _is_count(value):
+        raise SettingError(name, value, "a positive whole number of rows, at most 2147483647")
     return int(value)
+
+
+def _is_count(value: str) -> bool:
+    """Whether it is a number of rows, positions being of 32 bits."""
+    return value.isascii() and value.isdigit() and 0 < int(value) < 1 << 31
 
 
 def _seconds(name: str, value: str) -> float:

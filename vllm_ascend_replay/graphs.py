@@ -81,7 +81,9 @@ class Bucket:
     layers: list[list[tuple[int, int]]] = field(default_factory=lambda: [[], []])
     """Per stage, ``(piece, layer)``: the piece in which a layer begins. Pieces and breaks are counted together."""
     addresses: list[int] = field(default_factory=list)
-    """Of what `AddressGuard` watches, when the bucket was captured."""
+    """Of the inputs and watched tensors, when the bucket was captured."""
+    weights: dict[str, int] = field(default_factory=dict)
+    """Addresses of the weights then, until all buckets are captured."""
     pieces: int = 0
     bytes: int = 0
     """Device memory that the capture took."""
@@ -164,7 +166,7 @@ class ReplayGraphs:
                 self._capture_bucket(bucket, batch, mode)
                 if mode == CUDAGraphMode.PIECEWISE:
                     assert batch.kept is not None
-                    bucket.addresses = guard.snapshot(batch.kept)
+                    bucket.addresses, bucket.weights = guard.snapshot(batch.kept), guard.weight_addresses()
                     bucket.pieces = sum(stage.entries[bucket.descriptor].capture.num_graphs for stage in self._stages)
                     bucket.bytes = max(before[-1] - free_bytes(), 0)
                     self.buckets[bucket.rows] = bucket
@@ -178,6 +180,7 @@ class ReplayGraphs:
                 stage.graph_pool = pool
         with self.host.capturing():
             self._manager.capture(create_forward, "Capturing decoder replay graphs")
+        self._settle(guard)
         self.captures += 1
         pieces = sum(bucket.pieces for bucket in self.buckets.values())
         logger.info(
@@ -188,6 +191,16 @@ class ReplayGraphs:
             max(free - free_bytes(), 0) / 2**20,
             self.fixed_bytes / 2**20,
         )
+
+    def _settle(self, guard: AddressGuard) -> None:
+        """Watch the weights from now on; a bucket that was captured before one of them moved is off."""
+        guard.settle()
+        now = guard.weight_addresses()
+        for bucket in self.buckets.values():
+            moved = next((name for name, address in bucket.weights.items() if now.get(name) != address), None)
+            bucket.weights = {}
+            if moved is not None:
+                self._turn_off(bucket, moved)
 
     @property
     def fixed_bytes(self) -> int:
@@ -293,19 +306,26 @@ class ReplayGraphs:
         if len(states) != len(bucket.states) or len(self.tail.aux_layers) != len(bucket.aux):
             return None
         assert self._guard is not None
-        moved = self._guard.moved(kept, bucket.addresses)
+        try:
+            moved = self._guard.moved(kept, bucket.addresses)
+        except Exception as error:  # a tensor that somebody else owns is gone; a forward goes on
+            moved = f"something that could not be looked at ({type(error).__name__}: {error})"
         if moved is not None:
-            bucket.failed = True
-            logger.error(
-                "the decoder replay graph of %d rows is off from now on and its batches run eagerly: %s is no longer "
-                "where the graph reads it. Something was allocated anew after start-up",
-                bucket.rows,
-                moved,
-            )
+            self._turn_off(bucket, moved)
             return None
         kept.gather(states, out=bucket.states)
         self._run_stages(bucket, batch, CUDAGraphMode.PIECEWISE)
         return bucket.states[0], bucket.states[1], bucket.aux
+
+    @staticmethod
+    def _turn_off(bucket: Bucket, moved: str) -> None:
+        bucket.failed = True
+        logger.error(
+            "the decoder replay graph of %d rows is off from now on and its batches run eagerly: %s is no longer "
+            "where the graph reads it. Something was allocated anew after start-up",
+            bucket.rows,
+            moved,
+        )
 
     def _captured(self, size: int) -> bool:
         """Whether the graph is there. vLLM may drop all graphs: those of memory profiling, or when experts move."""
