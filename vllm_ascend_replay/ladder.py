@@ -5,8 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
-from vllm_ascend_replay.config import SettingError
+from vllm_ascend_replay.config import PREFIX, SettingError
 
 
 def prompt_rows(keep_last: int, align: int = 1) -> int:
@@ -79,6 +80,31 @@ def max_buckets(*, streams: int | None, pieces: int, comm_groups: int = 0, used:
         return None
     per_piece = 1 + 2 * comm_groups
     return max((streams - 40 * comm_groups - used * per_piece) // (pieces * per_piece), 0)
+
+
+def asked_sizes(compilation: Any, setting: Sequence[int]) -> tuple[str, list[int]]:
+    """The sizes that a user asked for, and the name of what says so: vLLM's own option first."""
+    flag = getattr(compilation, "decoder_replay_cudagraph_capture_sizes", None)
+    # vLLM sorts the sizes of this kind that it is given.
+    if flag:
+        return "decoder_replay_cudagraph_capture_sizes", sorted(set(flag))
+    return f"{PREFIX}_GRAPH_SIZES", list(setting)
+
+
+def check_trim_threshold(compilation: Any, window: int) -> int:
+    """Rows from which PIECEWISE model graphs break out under ``chunk``.
+
+    Raises:
+        SettingError: not above the window.
+    """
+    threshold = getattr(compilation, "decoder_replay_trim_threshold", 768)
+    if threshold <= window:
+        raise SettingError(
+            "decoder_replay_trim_threshold",
+            threshold,
+            f"more than the model's window, {window}: smaller steps have nothing to trim",
+        )
+    return int(threshold)
 
 
 def check_sizes(name: str, sizes: Sequence[int], *, max_num_tokens: int, multiple: int = 1) -> list[int]:

@@ -28,8 +28,9 @@ from vllm.v1.worker.worker_base import WorkerBase
 from vllm_ascend_replay import stats
 from vllm_ascend_replay.agreement import Agreement, agree, alone
 from vllm_ascend_replay.batch import KeptRows, ReplayBatch, ReplayBuffers, leading
-from vllm_ascend_replay.config import ReplaySettings, SettingError
+from vllm_ascend_replay.config import ReplaySettings
 from vllm_ascend_replay.graphs import GraphHost, ReplayGraphs, choose_sizes, free_bytes
+from vllm_ascend_replay.ladder import check_trim_threshold
 from vllm_ascend_replay.layouts import WHOLE
 from vllm_ascend_replay.plan import (
     ReplayPlan,
@@ -174,14 +175,7 @@ class ReplayModelState:
             return None
         if self.replay_settings.policy == "final":
             return 0
-        threshold = getattr(self.vllm_config.compilation_config, "decoder_replay_trim_threshold", 768)
-        if threshold <= self.replay_window:
-            raise SettingError(
-                "decoder_replay_trim_threshold",
-                threshold,
-                f"more than the model's window, {self.replay_window}: smaller steps have nothing to trim",
-            )
-        return int(threshold)
+        return check_trim_threshold(self.vllm_config.compilation_config, self.replay_window)
 
     def _report_stats(self) -> None:
         """Hand out this process's counters: one worker of each tensor-parallel group speaks for it."""

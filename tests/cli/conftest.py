@@ -106,7 +106,8 @@ class Fault:
             return await PlainTextResponse("", 404)(scope, receive, send)
         request = json.loads(body)
         self.answered += 1
-        if self.how == "error" or (self.how == "error later" and self.answered > 3):
+        fails = self.how == "error" or (self.how == "error later" and self.answered > 3)
+        if fails or (self.how == "error above 9" and len(request["prompt"]) > 9):
             answer = JSONResponse({"error": {"message": "the engine is on fire"}}, 500)
         elif self.how == "not json":
             answer = PlainTextResponse("<html>proxy</html>")

@@ -74,6 +74,13 @@ def test_the_reason_comes_first_in_the_servers_words(command, tiny_model):
         ({}, ["--no-swa-bounded-replay"], "it is switched off: --no-swa-bounded-replay"),
         ({}, ["--num-gpu-blocks-override", "2000000"], "exceed the 2**32 bytes"),
         ({}, ["--max-model-len", "999999999"], "vLLM refuses this configuration here"),
+        ({}, ["--tensor-parallel-size", "0"], "ValidationError: tensor_parallel_size: Input should be greater than"),
+        (
+            {"ASCEND_REPLAY_GRAPH_SIZES": "9999"},
+            ["--max-num-batched-tokens", "256"],
+            "sizes up to max_num_batched_tokens, 256; 9999 is larger",
+        ),
+        ({"ASCEND_REPLAY_MIN_SAVED": "3000000000"}, [], "at most 2147483647"),
     ],
 )
 def test_reasons(command, tiny_model, monkeypatch, variables, arguments, words):
@@ -82,6 +89,14 @@ def test_reasons(command, tiny_model, monkeypatch, variables, arguments, words):
     outcome = command("doctor", "--model", str(tiny_model), *REFERENCE, *arguments)
     assert outcome.status == 1
     assert words in outcome.report["reason"], outcome.text
+
+
+@pytest.mark.parametrize("text", ["{broken", "[1, 2]", "null"])
+def test_a_broken_config_is_a_reason(command, tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    outcome = command("doctor", "--model", str(tmp_path), *REFERENCE)
+    assert outcome.status == 1
+    assert f"the config.json of {tmp_path} cannot be read" in flat(outcome.text)
 
 
 def test_another_model(command, tmp_path):

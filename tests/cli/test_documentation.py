@@ -150,6 +150,15 @@ def test_every_counter_is_on_the_page():
         assert f"`vllm_ascend_replay_{metric}_total`" in page
 
 
+def test_every_test_that_a_page_names_exists():
+    written = "\n".join(file.read_text() for file in ROOT.glob("tests/**/*.py"))
+    for page in PAGES:
+        for name in re.findall(r"`(test_\w+)`", page.read_text()):
+            assert f"def {name}(" in written, f"{page.name}: {name}"
+        for path in re.findall(r"`(tests/[\w/]+\.py)`", page.read_text()):
+            assert (ROOT / path).is_file(), f"{page.name}: {path}"
+
+
 def test_every_setting_is_on_the_page():
     from vllm_ascend_replay import config
 

@@ -79,6 +79,28 @@ def test_bench_with_nothing_answered(command, faulty):
     assert (cell["errors"], cell["ttft_p50"], cell["input_tokens_per_second"]) == (4, None, None)
 
 
+def test_bench_keeps_what_it_measured_before_a_point_that_fails(command, faulty):
+    url, fault = faulty
+    fault.how = "error above 9"
+    outcome = command("bench", "--url", url, *BENCH[2:], "--tokens", "9,50,9")
+    assert outcome.status == 1
+    assert "stopped at 50 tokens x 2, warm-up: request '50 tokens, 1'" in " ".join(outcome.text.split())
+    (cell,) = outcome.report["cells"]
+    assert (cell["tokens"], cell["requests"], cell["errors"]) == (9, 4, 0)
+    assert outcome.report["passed"] is False
+
+
+def test_bench_counts_a_prefix_that_fails(command, faulty):
+    url, fault = faulty
+    fault.how = "error above 9"
+    hit = ["--mode", "hit", "--tokens", "12", "--suffix-tokens", "3", "--warmup", "0"]
+    outcome = command("bench", "--url", url, *BENCH[2:], *hit)
+    assert outcome.status == 1
+    assert any("prefix 1" in error for error in outcome.report["errors"])
+    (cell,) = outcome.report["cells"]
+    assert cell["ttft_p50"] is None
+
+
 @pytest.mark.parametrize("name", ["verify", "bench"])
 def test_a_server_without_a_model(command, faulty, name):
     url, fault = faulty
@@ -110,6 +132,10 @@ def test_no_server(command, name):
         (["bench", "--url", "x", "--tokens", "8k"], "'8k' is no list"),
         (["bench", "--url", "x", "--concurrency", "-1"], "no list"),
         (["bench", "--url", "x", "--plot", "no/such/dir/a.png"], "there is no directory"),
+        (["bench", "--url", "x", "--plot", "a.pdf"], "is no PNG file"),
+        (["bench", "--url", "x", "--seed", "-1"], "'--seed': Input should be greater"),
+        (["verify", "--url", "x", "--seed", "-1"], "'--seed': Input should be greater"),
+        (["bench", "--url", "x", "--plot", "/proc/a.png"], "cannot be written"),
     ],
 )
 def test_bad_arguments(command, arguments, words):

@@ -150,8 +150,12 @@ class Bench:
         """
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+        from vllm_ascend_replay.cli.client import ServerFault
+
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        load, cells, errors = self.load, [], []
+        load = self.load
+        cells: list[Cell] = []
+        errors: list[str] = []
         points = [(tokens, concurrency) for tokens in load.tokens for concurrency in load.concurrency]
         rounds = (load.warmup + load.waves) * len(self.servers)
         with Progress(*columns, console=console, transient=True) as progress:
@@ -164,7 +168,14 @@ class Bench:
                         warming = wave < load.warmup
                         doing = f"{tokens} tokens x {concurrency}{', warm-up' if warming else ''}"
                         progress.update(task, description=doing)
-                        await self._wave(side, prefixes, prompts, None if warming else sample)
+                        try:
+                            await self._wave(side, prefixes, prompts, None if warming else sample)
+                        except ServerFault as fault:
+                            if not cells:
+                                raise
+                            # What was measured before stays.
+                            errors.append(f"stopped at {doing}: {fault}")
+                            return Result(load.mode, cells, ratios(cells), errors)
                         progress.advance(task)
                 length = tokens + (load.suffix if load.mode == "hit" else 0)
                 for (url, _), sample in zip(self.servers, samples):
@@ -194,7 +205,12 @@ class Bench:
         """One wave; without ``samples`` it is a warm-up, where a fault ends the command."""
         from vllm_ascend_replay.cli.client import ServerFault
 
-        await asyncio.gather(*(self._send(side, f"prefix {i + 1}", p) for i, p in enumerate(prefixes)))
+        first = [self._send(side, f"prefix {i + 1}", p) for i, p in enumerate(prefixes)]
+        for answer in await asyncio.gather(*first, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                if samples is None or not isinstance(answer, ServerFault):
+                    raise answer
+                samples.errors.append(str(answer))
         began = time.perf_counter()
         sent = [self._send(side, f"{len(p)} tokens, {i + 1}", p) for i, p in enumerate(prompts)]
         answers = await asyncio.gather(*sent, return_exceptions=True)
@@ -321,7 +337,7 @@ def bench(
     output_tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=1)] = 1,
     vocab_size: VocabSize = 32000,
     model: ModelName = None,
-    seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random prompts.", min=0)] = 0,
     api_key: ApiKey = None,
     timeout: Timeout = 600,
     plot_file: Annotated[
@@ -339,6 +355,8 @@ def bench(
         raise typer.BadParameter(f"{mode!r}; allowed: {', '.join(MODES)}", param_hint="--mode")
     writable(json_file)
     writable(plot_file, "--plot")
+    if plot_file is not None and plot_file.suffix.lower() != ".png":
+        raise typer.BadParameter(f"{plot_file.name} is no PNG file: its name must end in .png", param_hint="--plot")
     if plot_file is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter(
             "matplotlib is not installed: pip install 'vllm-ascend-replay[plot]'", param_hint="--plot"

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from vllm_ascend_replay.cli import cases as demo_cases
 from vllm_ascend_replay.cli.cases import TOLERANCE, Case, all_cases, kept_rows, oracle_logprobs
+from vllm_ascend_replay.cli.options import write_json
 from vllm_ascend_replay.plan import exact_rows
 from vllm_ascend_replay.reference.engine import RequestRun, Run, prepare_environment
 
@@ -106,23 +107,24 @@ def run_demo(json_file: Path | None = None, console: Console | None = None) -> i
     missing = missing_part()
     if missing:
         console.print(f"The demo cannot run here: {missing}", highlight=False)
+        write_json(json_file, {"passed": False, "error": f"the demo cannot run here: {missing}"})
         return 1
     try:
         console.print(INTRODUCTION, highlight=False)
         ready, results = _compare(console)
     except EngineFailed as failure:
         console.print(str(failure), highlight=False, markup=False)
+        write_json(json_file, {"passed": False, "error": str(failure)})
         return 1
     passed = not any(result.faults for result in results)
     show(console, results, ready)
-    if json_file is not None:
-        report = {
-            "vllm": ready["vllm"],
-            "runner": ready["runner"],
-            "cases": [result.as_json() for result in results],
-            "passed": passed,
-        }
-        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    report = {
+        "vllm": ready["vllm"],
+        "runner": ready["runner"],
+        "cases": [result.as_json() for result in results],
+        "passed": passed,
+    }
+    write_json(json_file, report)
     return 0 if passed else 1
 
 

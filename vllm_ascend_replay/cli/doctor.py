@@ -257,13 +257,30 @@ def engine_config(arguments: Sequence[str]) -> Any:
 
 
 def model_json(model: str) -> SimpleNamespace | None:
-    """The text part of a model directory's (or file's) ``config.json``; ``None`` if there is no such file."""
+    """The text part of a model directory's (or file's) ``config.json``; ``None`` if there is no such file.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
     path = Path(model)
     file = path if path.is_file() else path / "config.json"
     if not file.is_file():
         return None
     values = json.loads(file.read_text())
+    if not isinstance(values, dict) or not isinstance(values.get("text_config", values), dict):
+        raise ValueError("it is no JSON object")
     return SimpleNamespace(**values.get("text_config", values))
+
+
+def _in_a_line(error: Exception) -> str:
+    """An error's kind and what it says first. Pydantic's first line says only how many errors there are."""
+    details = getattr(error, "errors", None)
+    if callable(details) and details():
+        first = details()[0]
+        where = ".".join(str(part) for part in first.get("loc", ()))
+        return f"{type(error).__name__}: {where + ': ' if where else ''}{first.get('msg', '')}"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def layer_plan_words(plan: LayerPlan, settings: ReplaySettings) -> dict[str, Any]:
@@ -371,9 +388,12 @@ def examine(model: str | None, arguments: Sequence[str], tokens: Sequence[int]) 
             with _quietly():
                 config = engine_config(["--model", _directory(model), *arguments])
         except Exception as error:  # whatever vLLM and the platform plugin raise is the finding
-            first = str(error).strip().splitlines() or [""]
-            found.reasons.append(f"vLLM refuses this configuration here: {type(error).__name__}: {first[0]}")
-    text_config = config.model_config.hf_text_config if config is not None else model_json(model)
+            found.reasons.append(f"vLLM refuses this configuration here: {_in_a_line(error)}")
+    try:
+        text_config = config.model_config.hf_text_config if config is not None else model_json(model)
+    except (ValueError, OSError) as error:
+        found.reasons.append(f"the config.json of {model} cannot be read: {error}")
+        return found
     if text_config is None:
         if config is None:
             found.notes.append(f"{model} has no config.json here, so its layers are unknown")
@@ -443,6 +463,7 @@ def _judge(found: Findings, config: Any, plan: LayerPlan, settings: ReplaySettin
     if getattr(config.cache_config, "swa_bounded_replay", True) is False:
         found.reasons.append("it is switched off: --no-swa-bounded-replay")
     found.reasons += [reason for _, reason in reasons]
+    found.reasons += _refused_settings(config, plan, settings)
     on = not found.reasons
     found.features.append(
         Feature("decoder replay", on, "" if on else found.reasons[0], TURN_ON.get(reasons[0][0], "") if reasons else "")
@@ -474,14 +495,34 @@ def _judge(found: Findings, config: Any, plan: LayerPlan, settings: ReplaySettin
     found.features.append(Feature("Prometheus counters", metrics, words, "PROMETHEUS_MULTIPROC_DIR=an empty directory"))
 
 
+def _refused_settings(config: Any, plan: LayerPlan, settings: ReplaySettings) -> list[str]:
+    """Settings with which the server would not start, in its words."""
+    from vllm_ascend_replay.config import SettingError
+    from vllm_ascend_replay.ladder import asked_sizes, check_sizes, check_trim_threshold
+    from vllm_ascend_replay.support import breakable_graphs_enabled
+
+    compilation, refused = config.compilation_config, []
+    try:
+        name, sizes = asked_sizes(compilation, settings.graph_sizes)
+        if sizes and settings.graphs and getattr(compilation, "cudagraph_decoder_replay", True):
+            check_sizes(name, sizes, max_num_tokens=config.scheduler_config.max_num_batched_tokens)
+    except SettingError as error:
+        refused.append(str(error))
+    try:
+        if settings.policy == "chunk" and breakable_graphs_enabled():
+            check_trim_threshold(compilation, plan.window)
+    except SettingError as error:
+        refused.append(str(error))
+    return refused
+
+
 def _graphs(config: Any, plan: LayerPlan, settings: ReplaySettings, host: str | None, align: int) -> dict[str, Any]:
     """The ladder of graph sizes and what an Ascend device's streams hold of it."""
-    from vllm_ascend_replay.ladder import default_sizes, fit_sizes, max_buckets, prompt_rows
+    from vllm_ascend_replay.ladder import asked_sizes, default_sizes, fit_sizes, max_buckets, prompt_rows
 
     keep = settings.keep_last(window=plan.window, num_late_layers=max(plan.num_late_layers, 0))
     scheduler, parallel = config.scheduler_config, config.parallel_config
-    flag = getattr(config.compilation_config, "decoder_replay_cudagraph_capture_sizes", None)
-    asked = sorted(set(flag)) if flag else list(settings.graph_sizes)
+    _, asked = asked_sizes(config.compilation_config, settings.graph_sizes)
     sizes = asked or default_sizes(
         window=plan.window,
         keep_last=keep,
@@ -498,7 +539,7 @@ def _graphs(config: Any, plan: LayerPlan, settings: ReplaySettings, host: str | 
 
 def show(console: Console, found: Findings) -> None:
     """The verdict first, then what it rests on."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     if found.runs:
         console.print("Decoder replay would run.", highlight=False)
@@ -528,14 +569,16 @@ def show(console: Console, found: Findings) -> None:
     console.print(table)
 
     if found.features:
-        table = Table("feature", "", "why", "turned on by", title="features", title_justify="left")
+        # What may be copied is not cut off on a narrow terminal.
+        turned_on = Column("turned on by", overflow="fold")
+        table = Table("feature", "", "why", turned_on, title="features", title_justify="left")
         for f in found.features:
             table.add_row(f.name, "on" if f.on else "off", f.reason, "" if f.on else f.turn_on)
         console.print(table)
     if found.saving:
         table = Table(title="one cold prompt, nothing else running", title_justify="left")
         for heading in ("tokens", "rows of the replay layers", "steps", "of them skipped", "layer-rows", "saved"):
-            table.add_column(heading, justify="right")
+            table.add_column(heading, justify="right", overflow="fold")
         for s in found.saving:
             saved = 1 - s.layer_rows / s.layer_rows_full
             counts = f"{s.tokens:,}", f"{s.kept_rows:,}", str(s.steps), str(s.skipped_steps)

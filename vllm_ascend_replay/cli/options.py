@@ -34,8 +34,17 @@ def writable(path: Path | None, option: str = "--json") -> Path | None:
     Raises:
         typer.BadParameter: it cannot; better said before the work than after it.
     """
-    if path is not None and not path.absolute().parent.is_dir():
+    if path is None:
+        return None
+    if not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no directory {path.parent} to write {path.name} in", param_hint=option)
+    existed = path.exists()
+    try:
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}", param_hint=option) from error
     return path
 
 

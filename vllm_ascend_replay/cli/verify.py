@@ -465,7 +465,7 @@ def verify(
     tie: Annotated[
         float, typer.Option(help="Nats below the full run's best token that still count as agreement.", min=0)
     ] = 0.05,
-    seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random prompts.", min=0)] = 0,
     api_key: ApiKey = None,
     timeout: Timeout = 600,
     json_file: JsonFile = None,
