@@ -78,6 +78,8 @@ def find_places(layers: Mapping[str, nn.Module], *, attributes: bool) -> dict[st
                         add(f"{where}.{key}", store, key, tensor)
                 continue
             for key, value in vars(owner).items():
+                if key == "kv_cache":
+                    continue  # attention's, an eager break; a server may bind another
                 add(f"{where}.{key}", vars(owner), key, value)
                 if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
                     places[f"{where}.{key}"] = Place(vars(owner), key, id(value), None)

@@ -39,6 +39,7 @@ class Layer(nn.Module):
         self.experts = [torch.ones(2), torch.ones(2)]
         self.sizes = [1, 2]
         self.scratch = torch.ones(5)
+        self.kv_cache = torch.ones(5)
 
 
 def rows():
@@ -212,6 +213,7 @@ def test_setting_the_same_tensor_is_no_move(kept, way, request):
     layer.inner = layer.inner
     layer.table = layer.table
     layer.new = torch.ones(3)
+    layer.kv_cache = torch.ones(5)
     layer.added = nn.Linear(2, 2)
     for _ in range(2 * COUNT):
         assert guard.moved(kept, addresses) is None
