@@ -13,7 +13,7 @@ import subprocess
 import sysconfig
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,35 +57,44 @@ class Place:
             return 0
 
 
-def find_places(layers: Mapping[str, nn.Module], *, attributes: bool) -> dict[str, Place]:
-    """Places of the layers' parameters and buffers by name, or of the tensors that are attributes of their own.
+def find_weights(layers: Mapping[str, nn.Module]) -> dict[str, Place]:
+    """Places of the layers' parameters and buffers by name."""
+    places: dict[str, Place] = {}
+    for where, owner in _owners(layers):
+        for store in (owner._parameters, owner._buffers):
+            for key, tensor in store.items():
+                _add(places, f"{where}.{key}", store, key, tensor)
+    return places
 
-    vllm-ascend keeps scales, and under some configurations all expert weights, as plain attributes and in lists.
+
+def find_attributes(layers: Mapping[str, nn.Module]) -> dict[str, Place]:
+    """Places of tensors, and of lists of tensors, that are plain attributes of the layers' modules.
+
+    vllm-ascend keeps scales, and under some configurations all expert weights, so.
     """
     places: dict[str, Place] = {}
+    for where, owner in _owners(layers):
+        for key, value in vars(owner).items():
+            if key == "kv_cache":
+                continue  # attention's, an eager break; a server may bind another
+            _add(places, f"{where}.{key}", vars(owner), key, value)
+            if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
+                places[f"{where}.{key}"] = Place(vars(owner), key, id(value), None)
+                for i, part in enumerate(value):
+                    _add(places, f"{where}.{key}[{i}]", value, i, part)
+    return places
 
-    def add(name: str, container: Any, key: Any, tensor: Any) -> None:
-        # A tensor without memory (empty, lazy, sparse) has no address to compare.
-        if isinstance(tensor, torch.Tensor) and (address := _address(tensor)):
-            places[name] = Place(container, key, address, type(tensor))
 
+def _owners(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for prefix, layer in layers.items():
         for inner, owner in layer.named_modules():
-            where = f"{prefix}.{inner}" if inner else prefix
-            if not attributes:
-                for store in (owner._parameters, owner._buffers):
-                    for key, tensor in store.items():
-                        add(f"{where}.{key}", store, key, tensor)
-                continue
-            for key, value in vars(owner).items():
-                if key == "kv_cache":
-                    continue  # attention's, an eager break; a server may bind another
-                add(f"{where}.{key}", vars(owner), key, value)
-                if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
-                    places[f"{where}.{key}"] = Place(vars(owner), key, id(value), None)
-                    for i, part in enumerate(value):
-                        add(f"{where}.{key}[{i}]", value, i, part)
-    return places
+            yield f"{prefix}.{inner}" if inner else prefix, owner
+
+
+def _add(places: dict[str, Place], name: str, container: Any, key: Any, tensor: Any) -> None:
+    # A tensor without memory (empty, lazy, sparse) has no address to compare.
+    if isinstance(tensor, torch.Tensor) and (address := _address(tensor)):
+        places[name] = Place(container, key, address, type(tensor))
 
 
 def _address(tensor: Any) -> int:
@@ -114,7 +123,7 @@ class AddressGuard:
         """
         self.names, self._getters = list(watched), list(watched.values())
         self._layers = {prefix: module for prefix, module in modules.items() if isinstance(module, nn.Module)}
-        self._attributes = find_places(self._layers, attributes=True)
+        self._attributes = find_attributes(self._layers)
         self.weights: Weights | None = None
 
     def snapshot(self, kept: KeptRows) -> list[int]:
@@ -123,15 +132,15 @@ class AddressGuard:
 
     def weight_addresses(self) -> dict[str, int]:
         """Where the parameters and buffers are now, by name."""
-        return {name: place.address for name, place in find_places(self._layers, attributes=False).items()}
+        return {name: place.address for name, place in find_weights(self._layers).items()}
 
     def settle(self) -> None:
         """Watch the weights where they are now.
 
         An attribute that changed during the captures is a layer's scratch, not what a graph reads.
         """
-        places = find_places(self._layers, attributes=False)
-        for name, place in find_places(self._layers, attributes=True).items():
+        places = find_weights(self._layers)
+        for name, place in find_attributes(self._layers).items():
             before = self._attributes.get(name)
             if before is not None and before.address == place.address:
                 places[name] = place
@@ -192,10 +201,11 @@ class Weights:
 
     def _forget(self) -> None:
         """Drop what holds containers."""
+        raise NotImplementedError
 
     def _look_anew(self) -> str | None:
         """All of them, and whether their owners are the same."""
-        now = find_places(self._layers, attributes=False) | find_places(self._layers, attributes=True)
+        now = find_weights(self._layers) | find_attributes(self._layers)
         for name, place in zip(self.names, self._places):
             found = now.get(name)
             if found is None or found.container is not place.container or found.address != place.address:
@@ -254,6 +264,7 @@ class WeightsInTurn(Weights):
 
     def __init__(self, layers: Mapping[str, nn.Module], places: Mapping[str, Place]) -> None:
         tensors = {name: place for name, place in places.items() if place.type is not None}
+        # Tensors first: a turn is a slice of them.
         super().__init__(layers, {**tensors, **places})
         self._lists = [(name, place) for name, place in places.items() if place.type is None]
         self._count, self._next = len(tensors), 0
@@ -352,7 +363,7 @@ def _try_out(first_moved: Callable[..., int]) -> None:
     """That PyTorch's function is what it was when this was written."""
     layer = nn.Module()
     layer.a, layer.b = nn.Parameter(torch.ones(3, device="cpu")), nn.Parameter(torch.ones(3, device="cpu"))
-    weights = NativeWeights({}, find_places({"layer": layer}, attributes=False), first_moved)
+    weights = NativeWeights({}, find_weights({"layer": layer}), first_moved)
     unmoved = weights.moved()
     layer.b.data = torch.ones(3, device="cpu")
     if (unmoved, weights.moved()) != (None, "layer.b"):

@@ -278,7 +278,7 @@ class ReplayBuffers:
 
             @functools.lru_cache(maxsize=256)
             def by_layer(num_padded: int) -> dict[str, torch.Tensor]:
-                return build_slot_mappings_by_layer(self.slot_mappings[:, :num_padded], kv_cache_config)
+                return build_slot_mappings_by_layer(self._row_views(num_padded)["slot_mappings"], kv_cache_config)
 
             self._by_layer = by_layer
         return self._by_layer(kept.num_padded)

@@ -405,7 +405,7 @@ class BatchGather:
             num_reqs,
             num_kept_reqs,
             num_padded,
-            num_reqs.bit_length(),
+            _search_steps(num_reqs),
         )
         # GROUPS, KV_START, UPLOAD, BLOCK
         uploads = uploaded is not None

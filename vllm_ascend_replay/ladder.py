@@ -91,12 +91,14 @@ def asked_sizes(compilation: Any, setting: Sequence[int]) -> tuple[str, list[int
     return f"{PREFIX}_GRAPH_SIZES", list(setting)
 
 
-def check_trim_threshold(compilation: Any, window: int) -> int:
-    """Rows from which PIECEWISE model graphs break out under ``chunk``.
+def break_out_size(policy: str, compilation: Any, window: int) -> int:
+    """Rows from which PIECEWISE model graphs break out to the replay batch: all of them under ``final``.
 
     Raises:
-        SettingError: not above the window.
+        SettingError: under ``chunk``, vLLM's threshold is not above the window.
     """
+    if policy == "final":
+        return 0
     threshold = getattr(compilation, "decoder_replay_trim_threshold", 768)
     if threshold <= window:
         raise SettingError(

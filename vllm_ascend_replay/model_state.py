@@ -30,7 +30,7 @@ from vllm_ascend_replay.agreement import Agreement, agree, alone
 from vllm_ascend_replay.batch import KeptRows, ReplayBatch, ReplayBuffers, leading
 from vllm_ascend_replay.config import ReplaySettings
 from vllm_ascend_replay.graphs import GraphHost, ReplayGraphs, choose_sizes, free_bytes
-from vllm_ascend_replay.ladder import check_trim_threshold
+from vllm_ascend_replay.ladder import break_out_size
 from vllm_ascend_replay.layouts import WHOLE
 from vllm_ascend_replay.plan import (
     ReplayPlan,
@@ -130,7 +130,10 @@ class ReplayModelState:
         self.replay_keeps_rows_np = np.zeros(self.max_num_reqs, dtype=bool)
         self.replay_tail = tail
         self._replay_seen = False
-        tail.break_out_from = self._break_out_size()
+        compilation = self.vllm_config.compilation_config
+        tail.break_out_from = (
+            break_out_size(settings.policy, compilation, window) if breakable_graphs_enabled() else None
+        )
         self._report_stats()
 
     def init_replay_graphs(self, model: Any, graph_host: GraphHost) -> None:
@@ -168,14 +171,6 @@ class ReplayModelState:
         self.replay_graphs = ReplayGraphs(
             tail, sizes, host=graph_host, vllm_config=self.vllm_config, device=self.device, debug=settings.debug
         )
-
-    def _break_out_size(self) -> int | None:
-        """Rows from which PIECEWISE model graphs break out to the replay batch: all of them under ``final``."""
-        if not breakable_graphs_enabled():
-            return None
-        if self.replay_settings.policy == "final":
-            return 0
-        return check_trim_threshold(self.vllm_config.compilation_config, self.replay_window)
 
     def _report_stats(self) -> None:
         """Hand out this process's counters: one worker of each tensor-parallel group speaks for it."""

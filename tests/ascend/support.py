@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import pathlib
+import subprocess
+import sys
 from importlib import import_module
 
 from tests.npu_emulator import ON_A5, checks
@@ -12,10 +15,17 @@ from tests.npu_emulator.rank import Rank
 from tests.npu_emulator.session import Session
 from tests.npu_emulator.tiny import make_vllm_config
 
+ROOT = pathlib.Path(__file__).parents[2]
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 LATE_LAYERS, WINDOW, BLOCK = 3, 16, 128
 EXACT = 1 + LATE_LAYERS * (WINDOW - 1)
 """Rows that make the tiny model's replay lossless."""
+
+
+def run_python(*arguments):
+    """A Python process of its own, with the repository's modules; what it said and how it ended."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
 
 
 def first_kept(length, keep_last):

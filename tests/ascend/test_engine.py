@@ -1,22 +1,11 @@
 """The whole engine in processes of its own: entry points, scheduler (prefix caching, async scheduling), worker."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.ascend import support
 
 
 def test_llm_without_and_with_replay():
     """`LLM(...)`: without the package, with it, lossless in graphs; the demo compares and exits accordingly."""
-    run = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "ascend_demo.py")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = support.run_python(str(support.ROOT / "examples" / "ascend_demo.py"))
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
     assert "rows dropped: yes" in run.stdout
     assert "replay batches of the exact run out of graphs: yes" in run.stdout
@@ -40,12 +29,6 @@ def test_switched_off_by_the_environment():
         "    [load() for load in loaded.values()]\n"
         "    print(value, 'untouched', support.is_untouched())\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = support.run_python("-c", code)
     said = [line for line in run.stdout.splitlines() if "untouched" in line]
     assert said == ["0 untouched True", "1 untouched False"], run.stdout + run.stderr[-3000:]

@@ -1,23 +1,13 @@
 """The whole engine with a DSpark drafter, in a process of its own."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.ascend import support
 
 
 def test_llm_with_drafts():
     """`LLM(...)` with a DSpark drafter: async scheduling, prefix hits, some drafts stand; the tokens are the same."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.ascend.draft_process"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = support.run_python("-m", "tests.ascend.draft_process")
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
     served = [json.loads(line.removeprefix("SERVED ")) for line in run.stdout.splitlines() if "SERVED" in line]
     plain, drafted = served

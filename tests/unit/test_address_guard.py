@@ -146,6 +146,12 @@ def in_turn(monkeypatch):
     monkeypatch.setattr(WeightsInTurn, "PER_CHECK", 1)
 
 
+@pytest.fixture(params=["native", "in turn"])
+def either_way(request):
+    if request.param == "in turn":
+        request.getfixturevalue("in_turn")
+
+
 def make_guard(layers, kept, watched=None):
     """A guard of two layers; the scratch changes while they are captured."""
     modules = {"a function": lambda: None, **{f"layers.{i}": layer for i, layer in enumerate(layers)}}
@@ -203,10 +209,8 @@ def test_in_turn_a_silent_move_is_found_when_it_has_its_turn(kept, move):
     assert set(found[first:]) == {name}
 
 
-@pytest.mark.parametrize("way", ["native", "in turn"])
-def test_setting_the_same_tensor_is_no_move(kept, way, request):
-    if way == "in turn":
-        request.getfixturevalue("in_turn")
+@pytest.mark.usefixtures("either_way")
+def test_setting_the_same_tensor_is_no_move(kept):
     layer = Layer()
     guard, addresses = make_guard([layer], kept)
     layer.inner.w2 = layer.inner.w2
@@ -219,11 +223,9 @@ def test_setting_the_same_tensor_is_no_move(kept, way, request):
         assert guard.moved(kept, addresses) is None
 
 
-@pytest.mark.parametrize("way", ["native", "in turn"])
-def test_nothing_is_kept_alive(kept, way, request):
+@pytest.mark.usefixtures("either_way")
+def test_nothing_is_kept_alive(kept):
     """The memory of a replaced weight is free at once, that of a replaced module at the next check."""
-    if way == "in turn":
-        request.getfixturevalue("in_turn")
     layer = Layer()
     guard, addresses = make_guard([layer], kept)
     old = weakref.ref(layer.inner.w7)
@@ -239,10 +241,8 @@ def test_nothing_is_kept_alive(kept, way, request):
     assert old() is None
 
 
-@pytest.mark.parametrize("way", ["native", "in turn"])
-def test_a_guard_that_is_gone_listens_no_longer(kept, way, request):
-    if way == "in turn":
-        request.getfixturevalue("in_turn")
+@pytest.mark.usefixtures("either_way")
+def test_a_guard_that_is_gone_listens_no_longer(kept):
     gc.collect()
     before = [len(listeners) for listeners in LISTENERS]
     guard, _ = make_guard([Layer()], kept)

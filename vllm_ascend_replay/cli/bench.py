@@ -11,7 +11,7 @@ import secrets
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,7 +29,7 @@ from vllm_ascend_replay.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
     import httpx
     from rich.console import Console
@@ -203,28 +203,13 @@ class Bench:
         samples: _Samples | None,
     ) -> None:
         """One wave; without ``samples`` it is a warm-up, where a fault ends the command."""
-        from vllm_ascend_replay.cli.client import ServerFault
-
-        first = [self._send(side, f"prefix {i + 1}", p) for i, p in enumerate(prefixes)]
-        for answer in await asyncio.gather(*first, return_exceptions=True):
-            if isinstance(answer, BaseException):
-                if samples is None or not isinstance(answer, ServerFault):
-                    raise answer
-                samples.errors.append(str(answer))
+        await _answered([self._send(side, f"prefix {i + 1}", p) for i, p in enumerate(prefixes)], samples)
         began = time.perf_counter()
         sent = [self._send(side, f"{len(p)} tokens, {i + 1}", p) for i, p in enumerate(prompts)]
-        answers = await asyncio.gather(*sent, return_exceptions=True)
-        seconds = time.perf_counter() - began
-        for answer in answers:
-            if isinstance(answer, BaseException) and (samples is None or not isinstance(answer, ServerFault)):
-                raise answer
-            if samples is not None:
-                if isinstance(answer, BaseException):
-                    samples.errors.append(str(answer))
-                else:
-                    samples.timings.append(answer)
+        timings = await _answered(sent, samples)
         if samples is not None:
-            samples.wave_seconds += seconds
+            samples.wave_seconds += time.perf_counter() - began
+            samples.timings += timings
 
     async def _send(self, side: int, name: str, prompt: list[int]) -> Timing:
         from vllm_ascend_replay.cli.client import stream
@@ -239,6 +224,21 @@ class Bench:
             "cache_salt": f"{self._salt} {side}",
         }
         return await stream(self.http, url, name, body, expected_tokens=len(prompt))
+
+
+async def _answered(requests: Sequence[Coroutine[Any, Any, Timing]], samples: _Samples | None) -> list[Timing]:
+    """Send them all; those that were answered. A fault is counted in ``samples``, or ends the command without."""
+    from vllm_ascend_replay.cli.client import ServerFault
+
+    timings = []
+    for answer in await asyncio.gather(*requests, return_exceptions=True):
+        if not isinstance(answer, BaseException):
+            timings.append(answer)
+        elif samples is None or not isinstance(answer, ServerFault):
+            raise answer
+        else:
+            samples.errors.append(str(answer))
+    return timings
 
 
 def ratios(cells: Sequence[Cell]) -> list[Ratio]:

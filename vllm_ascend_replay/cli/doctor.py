@@ -498,7 +498,7 @@ def _judge(found: Findings, config: Any, plan: LayerPlan, settings: ReplaySettin
 def _refused_settings(config: Any, plan: LayerPlan, settings: ReplaySettings) -> list[str]:
     """Settings with which the server would not start, in its words."""
     from vllm_ascend_replay.config import SettingError
-    from vllm_ascend_replay.ladder import asked_sizes, check_sizes, check_trim_threshold
+    from vllm_ascend_replay.ladder import asked_sizes, break_out_size, check_sizes
     from vllm_ascend_replay.support import breakable_graphs_enabled
 
     compilation, refused = config.compilation_config, []
@@ -509,8 +509,8 @@ def _refused_settings(config: Any, plan: LayerPlan, settings: ReplaySettings) ->
     except SettingError as error:
         refused.append(str(error))
     try:
-        if settings.policy == "chunk" and breakable_graphs_enabled():
-            check_trim_threshold(compilation, plan.window)
+        if breakable_graphs_enabled():
+            break_out_size(settings.policy, compilation, plan.window)
     except SettingError as error:
         refused.append(str(error))
     return refused
